@@ -1,7 +1,10 @@
 # Everything runs inside .venv, which each target creates when it is missing or when the dependencies changed.
 # Nothing is assumed beyond make and Python 3.11 to 3.13; with a C++ compiler there are fast kernels too.
 
-PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell python$(v) -c 'print("python$(v)")' 2>/dev/null)) python3)
+# Looked for once: each use would start three interpreters.
+ifndef PYTHON
+PYTHON := $(firstword $(foreach v,3.11 3.12 3.13,$(shell python$(v) -c 'print("python$(v)")' 2>/dev/null)) python3)
+endif
 EXTRAS ?= cpu,dev
 # Index with torch's CPU build, tried first where it can be reached; empty: what pip finds. Not for the extras cuda12, cuda13.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu

@@ -41,7 +41,7 @@ from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.loop import LoopConfig, StepLoop
 from pdserve.engine.runner import Runner
 from pdserve.engine.sampler import Sampler
-from pdserve.engine.sequence import SequenceLimits
+from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.engine.step import StepOutput
 from pdserve.model.batch import Batch
 

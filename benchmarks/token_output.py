@@ -44,7 +44,7 @@ from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import Runner
 from pdserve.engine.sampler import Sampler
-from pdserve.engine.sequence import SequenceLimits
+from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.model.batch import Batch
 from pdserve.v1 import common_pb2, decode_pb2
 from pdserve.worker.serve.metrics import WorkerMetrics

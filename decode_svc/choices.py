@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from decode_svc.request import ScheduledRequest
 from pdserve.engine.block_manager import BlockManager
-from pdserve.engine.sequence import Sampled, Sequence, SequenceLimits
+from pdserve.engine.sequence import Sampled, Sequence
+from pdserve.engine.sequence_limits import SequenceLimits
 
 
 def fork_choices(

@@ -17,7 +17,8 @@ class DecodeConfig(WorkerConfig):
     max_num_seqs: int = option(64, help="sequences decoded in one step", minimum=1)
     itl_budget_ms: float = option(
         50.0,
-        help="milliseconds that a step may take when it computes prompt tokens along with running sequences",
+        help="milliseconds that a step may take which computes prompt tokens, or requests of batches, along with "
+        "running sequences",
         minimum=1.0,
     )
     lease_s: float = option(20.0, help="seconds without progress after which a transfer is given up", minimum=0.1)

@@ -30,10 +30,10 @@ class Emptying:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, within_s: float) -> None:
-        """Requests that do not end within half of this time are asked to leave; with 0, all are."""
+        """Requests that do not end within half of this time are asked to leave; with 0, all are, without haste."""
         if self._task is not None:
             self._task.cancel()
-        self._leaving = Leaving(_now() + within_s)
+        self._leaving = Leaving(_now() + within_s if within_s else None)
         self._task = self._worker.tasks.start(self._run(self._leaving), name="drain")
 
     def stop(self) -> None:
@@ -41,9 +41,9 @@ class Emptying:
         if self._task is None or self._leaving is None:
             return
         self._task.cancel()
-        for request_id in self._leaving.requested:
+        for attempt_id in self._leaving.requested:
             withdrawn = pb.LeaveRequested(reason=_REASON, is_withdrawn=True)
-            self._inboxes.put(request_id, pb.DecodeResponse(leave=withdrawn))
+            self._inboxes.put(*attempt_id, pb.DecodeResponse(leave=withdrawn))
         self._task = self._leaving = None
 
     async def _run(self, leaving: Leaving) -> None:
@@ -52,12 +52,12 @@ class Emptying:
             await self._empty(leaving)
 
     async def _empty(self, leaving: Leaving) -> None:
-        for request_id in await self._worker.run(self._moves.waiting):
-            self._inboxes.put(request_id, Failed(error=Draining("The worker drains. Retry on another one.")))
+        for attempt_id in await self._worker.run(self._moves.waiting):
+            self._inboxes.put(*attempt_id, Failed(error=Draining("The worker drains. Retry on another one.")))
         while True:
             tokens_left = await self._worker.run(self._moves.tokens_left)
-            for request_id in leaving.next(tokens_left, step_s=self._worker.steps.last_step_s, now=_now()):
-                self._inboxes.put(request_id, pb.DecodeResponse(leave=pb.LeaveRequested(reason=_REASON)))
+            for attempt_id in leaving.next(tokens_left, step_s=self._worker.steps.last_step_s, now=_now()):
+                self._inboxes.put(*attempt_id, pb.DecodeResponse(leave=pb.LeaveRequested(reason=_REASON)))
             await asyncio.sleep(_CHECK_S)
 
 

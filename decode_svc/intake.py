@@ -11,7 +11,7 @@ from kvtransfer.handover.reservation import Received, Reservation
 from kvtransfer.handover.sealed_ticket import sealed_ticket
 from kvtransfer.handover.ticket import Commit
 from pdserve.base.block_hash import HASH_BYTES
-from pdserve.base.errors import Draining, PdserveError, RequestError, StaleError, reason_of
+from pdserve.base.errors import Draining, PdserveError, RequestError, StaleError
 from pdserve.base.ids import BlockHash, BlockId, RequestId
 from pdserve.base.logs import get_logger
 from pdserve.base.seals import Purpose
@@ -82,7 +82,7 @@ class Intake:
             self._end(name, is_there=True)
 
         def expired(error: PdserveError) -> None:
-            self._worker.metrics.ended(reason_of(error))
+            self._worker.metrics.not_received(error)
             self._end(name, is_there=False)
 
         return Reservation(

@@ -18,11 +18,12 @@ from collections.abc import Sequence as Items
 from decode_svc.request import DecodeMove, DecodePhase, ScheduledRequest
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import Diverged, RequestError, StaleError
-from pdserve.base.ids import BlockHash, BlockId, RequestId
+from pdserve.base.ids import AttemptId, BlockHash, BlockId, RequestId
 from pdserve.base.sampling import ChoiceTokens, check_vocabulary
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.running import RunningSet
-from pdserve.engine.sequence import Sequence, SequenceLimits
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence_limits import SequenceLimits
 
 
 def num_full_blocks(num_tokens: int, block_size: int) -> int:
@@ -99,21 +100,26 @@ class Moves:
         self._blocks.pool.release(reversed(self._leaving.pop(request_id, [])))
         self._on_freed()
 
-    def tokens_left(self) -> dict[RequestId, int]:
+    def tokens_left(self) -> dict[AttemptId, int]:
         """The most tokens that a choice of each running request may still have, in the order of admission."""
         running = [each for each in self._requests.values() if each.phase is DecodePhase.RUNNING and each.sequences]
         running.sort(key=lambda request: next(iter(request.sequences.values())).admission_order)
         return {
-            request.request_id: max(
+            request.attempt_id: max(
                 min(each.params.max_tokens - each.num_output, self._limits.max_model_len - each.num_tokens)
                 for each in request.sequences.values()
             )
             for request in running
         }
 
-    def waiting(self) -> list[RequestId]:
+    def running(self) -> dict[AttemptId, tuple[int, int]]:
+        """`tokens_left` and the number of sequences, of each running request."""
+        tokens_left = self.tokens_left()
+        return {each: (count, len(self._requests[each.request_id].sequences)) for each, count in tokens_left.items()}
+
+    def waiting(self) -> list[AttemptId]:
         """The requests that hold nothing here."""
-        return [each.request_id for each in self._requests.values() if each.phase is DecodePhase.WAITING]
+        return [each.attempt_id for each in self._requests.values() if each.phase is DecodePhase.WAITING]
 
     # At the worker that a request goes to.
     def isolate(self, request_id: RequestId, hash_key: bytes) -> None:

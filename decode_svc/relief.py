@@ -1,17 +1,19 @@
 """Asks requests of a decode worker to leave when its blocks run out, before one is preempted if possible.
 
 The youngest leaves, as the youngest would be preempted: routers move it while it runs, if another worker has room for
-it. If none has, everything stays, and is preempted when its turn comes.
+it. If none has, everything stays, and is preempted when its turn comes. When an operator balances the load, those leave
+that run longest.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from decode_svc.moves import Moves
 from decode_svc.session_events import SessionEvent
 from pdserve.base.errors import Draining
-from pdserve.base.ids import RequestId
+from pdserve.base.ids import AttemptId
 from pdserve.engine.step import Load, StepOutput
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Inboxes
@@ -23,14 +25,16 @@ _BLOCKS_EACH = 2
 _SOON = 48
 #: Pause between two requests that should leave, and time after which the same one should again.
 _PAUSE_S, _AGAIN_S = 0.25, 4.0
-_REASON = "full"
+#: Requests that leave at a time when the load is balanced.
+_AT_ONCE = 4
+_FULL, _REBALANCE = "full", "rebalance"
 
 
 class ReliefPolicy:
     """Which request should leave, and when. Pure; times are of one monotonic clock, in seconds."""
 
     def __init__(self) -> None:
-        self._requested_at: dict[RequestId, float] = {}
+        self._requested_at: dict[AttemptId, float] = {}
         self._next_at = float("-inf")
 
     def is_due(self, load: Load, now: float) -> bool:
@@ -40,14 +44,31 @@ class ReliefPolicy:
         self._next_at = now + _PAUSE_S
         return True
 
-    def choose(self, tokens_left: dict[RequestId, int], now: float) -> RequestId | None:
+    def choose(self, tokens_left: dict[AttemptId, int], now: float) -> AttemptId | None:
         """The youngest request that still runs for some time. `tokens_left`: in the order of admission."""
         self._requested_at = {each: at for each, at in self._requested_at.items() if each in tokens_left}
-        for request_id, count in reversed(tokens_left.items()):
-            if count > _SOON and now - self._requested_at.get(request_id, float("-inf")) >= _AGAIN_S:
-                self._requested_at[request_id] = now
-                return request_id
+        for attempt_id, count in reversed(tokens_left.items()):
+            if count > _SOON and now - self._requested_at.get(attempt_id, float("-inf")) >= _AGAIN_S:
+                self._requested_at[attempt_id] = now
+                return attempt_id
         return None
+
+    def choose_longest(
+        self, running: Mapping[AttemptId, tuple[int, int]], num_sequences: int, now: float
+    ) -> list[AttemptId]:
+        """A few requests that run longest, with at most so many sequences.
+
+        `running`: the most tokens that each may still have, and its number of sequences.
+        """
+        self._requested_at = {each: at for each, at in self._requested_at.items() if each in running}
+        chosen: list[AttemptId] = []
+        for attempt_id, (count, width) in sorted(running.items(), key=lambda each: -each[1][0]):
+            is_new = now - self._requested_at.get(attempt_id, float("-inf")) >= _AGAIN_S
+            if len(chosen) < _AT_ONCE and count > _SOON and is_new and width <= num_sequences:
+                self._requested_at[attempt_id] = now
+                num_sequences -= width
+                chosen.append(attempt_id)
+        return chosen
 
 
 class Relief:
@@ -61,22 +82,30 @@ class Relief:
 
     def after_step(self, output: StepOutput) -> None:
         """What the step has preempted may leave. If blocks run short, another one may."""
-        for request_id in output.events.preempted:
-            self._request_leave(request_id)
+        for attempt_id in output.events.preempted:
+            self._request_leave(attempt_id, _FULL)
         if self._policy.is_due(output.load, _now()) and not self._worker.tasks.stopping:
             self._worker.tasks.start(self._relieve(), name="relief")
+
+    async def rebalance(self, num_sequences: int) -> int:
+        """Asks a few requests to leave, with at most so many sequences. Returns how many. Raises: Draining."""
+        running = await self._worker.run(self._moves.running)
+        chosen = self._policy.choose_longest(running, num_sequences, _now())
+        for attempt_id in chosen:
+            self._request_leave(attempt_id, _REBALANCE)
+        return len(chosen)
 
     async def _relieve(self) -> None:
         try:
             tokens_left = await self._worker.run(self._moves.tokens_left)
         except Draining:  # The step loop has ended, and with it all that could leave.
             return
-        request_id = self._policy.choose(tokens_left, _now())
-        if request_id is not None:
-            self._request_leave(request_id)
+        attempt_id = self._policy.choose(tokens_left, _now())
+        if attempt_id is not None:
+            self._request_leave(attempt_id, _FULL)
 
-    def _request_leave(self, request_id: RequestId) -> None:
-        self._inboxes.put(request_id, pb.DecodeResponse(leave=pb.LeaveRequested(reason=_REASON)))
+    def _request_leave(self, attempt_id: AttemptId, reason: str) -> None:
+        self._inboxes.put(*attempt_id, pb.DecodeResponse(leave=pb.LeaveRequested(reason=reason)))
 
 
 def _now() -> float:

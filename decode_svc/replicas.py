@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from decode_svc.request import DecodePhase, ScheduledRequest
 from pdserve.base.errors import NoFreeBlocks, StaleError
-from pdserve.base.ids import BlockHash, BlockId, RequestId
+from pdserve.base.ids import AttemptId, BlockHash, BlockId, RequestId
 from pdserve.engine.block_manager import BlockManager
 
 #: Maximum number of blocks in one transfer, and share of a worker's blocks that all transfers into it may hold.
@@ -27,7 +27,7 @@ class Batch:
     hashes: list[BlockHash]
     blocks: list[BlockId]
     #: Leading blocks of each choice that are at the other worker once these are.
-    offered: Mapping[tuple[RequestId, int], int]
+    offered: Mapping[tuple[AttemptId, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Replicas:
         self._blocks = blocks
         self._on_freed = on_freed
         #: Leading blocks of each choice that the other worker has, by request.
-        self._offered: dict[RequestId, dict[int, int]] = {}
+        self._offered: dict[AttemptId, dict[int, int]] = {}
         self._leaving: list[Batch] = []
         self._arriving: dict[RequestId, _Intake] = {}
 
@@ -80,53 +80,54 @@ class Replicas:
         return self._blocks.num_reused_blocks
 
     # At the worker that runs the requests.
-    def running(self) -> list[RequestId]:
+    def running(self) -> list[AttemptId]:
         """The requests whose blocks other workers can use, in the order of arrival."""
         if self._blocks.pool.windows != (None,):
             return []
         return [
-            request.request_id
+            request.attempt_id
             for request in self._requests.values()
             if request.phase is DecodePhase.RUNNING and not request.is_isolated
         ]
 
-    def take(self, request_ids: Collection[RequestId]) -> Batch:
+    def take(self, attempts: Collection[AttemptId]) -> Batch:
         """Full blocks of these requests that were not offered yet, as many as fit into one transfer.
 
         A request that is over, or waits for blocks, has none.
         """
-        found, offered = dict[BlockHash, BlockId](), dict[tuple[RequestId, int], int]()
-        for request_id in request_ids:
-            request = self._requests.get(request_id)
-            if request is None or request.phase is not DecodePhase.RUNNING:
+        found, offered = dict[BlockHash, BlockId](), dict[tuple[AttemptId, int], int]()
+        for attempt_id in attempts:
+            request = self._requests.get(attempt_id.request_id)
+            if request is None or request.attempt_id != attempt_id or request.phase is not DecodePhase.RUNNING:
                 continue
-            known = self._offered.get(request_id, {})
+            known = self._offered.get(attempt_id, {})
             for choice, sequence in request.sequences.items():
                 first = known.get(choice, 0)
                 stop = min(sequence.num_registered, first + MAX_BLOCKS - len(found))
                 for index in range(first, stop):
                     found[sequence.hashes[index]] = BlockId(sequence.block_table[index])
                 if stop > first:
-                    offered[request_id, choice] = stop
+                    offered[attempt_id, choice] = stop
         batch = Batch(list(found), list(found.values()), offered)
         self._blocks.pool.share(batch.blocks)
         self._leaving.append(batch)
         return batch
 
-    def let_go(self, batch: Batch, there: Collection[RequestId]) -> None:
+    def let_go(self, batch: Batch, there: Collection[AttemptId]) -> None:
         """Nothing reads the blocks any more. `there`: requests whose blocks have got where their copies go.
 
         Those of other requests are taken again.
         """
         self._leaving.remove(batch)
         self._free(batch.blocks)
-        for (request_id, choice), count in batch.offered.items():
-            if request_id in there and request_id in self._requests:
-                self._offered.setdefault(request_id, {})[choice] = count
+        for (attempt_id, choice), count in batch.offered.items():
+            request = self._requests.get(attempt_id.request_id)
+            if attempt_id in there and request is not None and request.attempt_id == attempt_id:
+                self._offered.setdefault(attempt_id, {})[choice] = count
 
-    def forget(self, request_id: RequestId) -> None:
+    def forget(self, attempt_id: AttemptId) -> None:
         """The request is over, or its copies go to another worker, which has none yet."""
-        self._offered.pop(request_id, None)
+        self._offered.pop(attempt_id, None)
 
     # At the worker that the copies go to.
     def reserve(self, name: RequestId, hashes: Items[BlockHash]) -> Room:

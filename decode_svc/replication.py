@@ -13,7 +13,7 @@ from decode_svc.replicas import Batch, Replicas
 from decode_svc.session_events import SessionEvent
 from pdserve.base.addresses import is_host_port
 from pdserve.base.errors import Draining, NoFreeBlocks, PdserveError, RequestError, reason_of
-from pdserve.base.ids import Epoch, RequestId, WorkerId
+from pdserve.base.ids import AttemptId, Epoch, RequestId, WorkerId
 from pdserve.base.logs import get_logger
 from pdserve.base.rpc import mapped_rpc_errors
 from pdserve.base.seals import Purpose, receiver_name
@@ -57,48 +57,48 @@ class Subjects:
     def __init__(self, min_age_s: float) -> None:
         """Younger requests have none."""
         self._min_age_s = min_age_s
-        self._targets: dict[RequestId, Target] = {}
-        self._failed: dict[RequestId, Epoch] = {}
-        self._since: dict[RequestId, float] = {}
-        self._wanted_at: dict[RequestId, float] = {}
+        self._targets: dict[AttemptId, Target] = {}
+        self._failed: dict[AttemptId, Epoch] = {}
+        self._since: dict[AttemptId, float] = {}
+        self._wanted_at: dict[AttemptId, float] = {}
 
-    def name(self, request_id: RequestId, target: Target) -> None:
+    def name(self, attempt_id: AttemptId, target: Target) -> None:
         """A router has named the worker for the copies of a request."""
-        self._targets[request_id] = target
+        self._targets[attempt_id] = target
 
-    def lose(self, target: Target) -> list[RequestId]:
+    def lose(self, target: Target) -> list[AttemptId]:
         """The worker cannot take copies. Returns the requests that need another one."""
-        lost = [request_id for request_id, each in self._targets.items() if each == target]
-        for request_id in lost:
-            del self._targets[request_id]
-            self._failed[request_id] = target.epoch
+        lost = [attempt_id for attempt_id, each in self._targets.items() if each == target]
+        for attempt_id in lost:
+            del self._targets[attempt_id]
+            self._failed[attempt_id] = target.epoch
         return lost
 
-    def update(self, running: Collection[RequestId], now: float) -> dict[RequestId, Epoch]:
+    def update(self, running: Collection[AttemptId], now: float) -> dict[AttemptId, Epoch]:
         """The requests that want a worker for copies now, each with the one that has failed, or 0."""
         self._since = {each: self._since.get(each, now) for each in running}
         for known in (self._targets, self._failed, self._wanted_at):
-            for request_id in known.keys() - self._since.keys():
-                del known[request_id]
+            for attempt_id in known.keys() - self._since.keys():
+                del known[attempt_id]
         due = [
-            request_id
-            for request_id, since in self._since.items()
-            if request_id not in self._targets
+            attempt_id
+            for attempt_id, since in self._since.items()
+            if attempt_id not in self._targets
             and now - since >= self._min_age_s
-            and now - self._wanted_at.get(request_id, float("-inf")) >= _AGAIN_S
+            and now - self._wanted_at.get(attempt_id, float("-inf")) >= _AGAIN_S
         ]
         self._wanted_at |= dict.fromkeys(due, now)
-        return {request_id: self._failed.get(request_id, Epoch(0)) for request_id in due}
+        return {attempt_id: self._failed.get(attempt_id, Epoch(0)) for attempt_id in due}
 
-    def at(self, target: Target) -> frozenset[RequestId]:
+    def at(self, target: Target) -> frozenset[AttemptId]:
         """The requests whose copies go to this worker."""
-        return frozenset(request_id for request_id, each in self._targets.items() if each == target)
+        return frozenset(attempt_id for attempt_id, each in self._targets.items() if each == target)
 
-    def by_target(self) -> Mapping[Target, list[RequestId]]:
+    def by_target(self) -> Mapping[Target, list[AttemptId]]:
         """The requests that have copies, by where these are."""
-        found: dict[Target, list[RequestId]] = {}
-        for request_id, target in self._targets.items():
-            found.setdefault(target, []).append(request_id)
+        found: dict[Target, list[AttemptId]] = {}
+        for attempt_id, target in self._targets.items():
+            found.setdefault(target, []).append(attempt_id)
         return found
 
 
@@ -136,12 +136,12 @@ class Replication:
         if output.load.num_running:
             self._is_running.set()
 
-    async def replicate_to(self, request_id: RequestId, message: pb.ReplicateTo) -> None:
+    async def replicate_to(self, attempt_id: AttemptId, message: pb.ReplicateTo) -> None:
         """A router names the worker for the copies of a request. Raises `RequestError` for one that cannot exist."""
         target = Target.of(message)
         if target.epoch != self._worker.epoch:
-            await self._worker.run(lambda: self._replicas.forget(request_id))
-            self._subjects.name(request_id, target)
+            await self._worker.run(lambda: self._replicas.forget(attempt_id))
+            self._subjects.name(attempt_id, target)
             self._is_running.set()
 
     async def _run(self) -> None:
@@ -164,12 +164,12 @@ class Replication:
         running = await self._worker.run(self._replicas.running)
         if running:  # Another round follows, even if nothing is computed until then.
             self._is_running.set()
-        for request_id, failed in self._subjects.update(running, asyncio.get_running_loop().time()).items():
+        for attempt_id, failed in self._subjects.update(running, asyncio.get_running_loop().time()).items():
             wanted = pb.ReplicaWanted(failed_epoch=failed)
-            self._inboxes.put(request_id, pb.DecodeResponse(replica_wanted=wanted))
-        for target, request_ids in self._subjects.by_target().items():
-            there = set[RequestId]()
-            take = partial(self._replicas.take, request_ids)
+            self._inboxes.put(*attempt_id, pb.DecodeResponse(replica_wanted=wanted))
+        for target, attempts in self._subjects.by_target().items():
+            there = set[AttemptId]()
+            take = partial(self._replicas.take, attempts)
             async with self._worker.holding(take, partial(self._replicas.let_go, there=there)) as batch:
                 if batch.blocks and await self._copy(target, batch):
                     there |= self._subjects.at(target)  # A router may have named another worker meanwhile.
@@ -183,8 +183,8 @@ class Replication:
             metrics.replicated(reason_of(error))
             if not isinstance(error, NoFreeBlocks):
                 log.info("replica_lost", worker=target.worker_id, reason=error)
-                for request_id in self._subjects.lose(target):
-                    await self._worker.run(partial(self._replicas.forget, request_id))
+                for attempt_id in self._subjects.lose(target):
+                    await self._worker.run(partial(self._replicas.forget, attempt_id))
             return False
 
     async def _send(self, target: Target, batch: Batch) -> bool:

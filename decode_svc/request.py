@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pdserve.base.errors import InvalidTransition, RequestError
-from pdserve.base.ids import BlockHash, BlockTables, RequestId
+from pdserve.base.ids import AttemptId, BlockHash, BlockTables, RequestId
 from pdserve.base.sampling import check_vocabulary
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.job import PromptJob
-from pdserve.engine.sequence import SampleRow, Sequence, SequenceLimits
+from pdserve.engine.sequence import SampleRow, Sequence
+from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.engine.step import Grant, PrefillChunk, PrefillProgress, RequestStarted
 
 
@@ -126,6 +127,11 @@ class ScheduledRequest:
     moved: list[BlockHash] = field(default_factory=list)
     #: Active and preempted sequences by choice; only the prompt's while the prompt is computed.
     sequences: dict[int, Sequence] = field(default_factory=dict)
+    #: What its events are for.
+    attempt_id: AttemptId = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.attempt_id = self.job.attempt_id
 
     @classmethod
     def of(cls, job: DecodeJob) -> ScheduledRequest:
@@ -190,12 +196,14 @@ class ScheduledRequest:
             num_cached, table = self.num_cached // blocks.pool.block_size, tuple(self.prompt_sequence.held_blocks())
             return Grant(
                 request_id=self.request_id,
+                attempt=self.job.attempt,
                 block_tables=(table[::-1],),
                 num_cached_blocks=num_cached,
                 first_missing=(num_cached,),
             )
         return Grant(
             request_id=self.request_id,
+            attempt=self.job.attempt,
             block_tables=blocks.prompt_blocks(self.prompt_sequence),
             num_cached_blocks=self.num_cached // blocks.pool.block_size,
             first_missing=blocks.first_missing(self.prompt_sequence.num_prompt, self.num_cached),
@@ -205,6 +213,7 @@ class ScheduledRequest:
         """A step computes something of the request for the first time; `block_tables` are the prompt's."""
         return RequestStarted(
             request_id=self.request_id,
+            attempt=self.job.attempt,
             prefilled_locally=self.locally,
             num_cached=self.num_cached,
             block_tables=block_tables,
@@ -214,6 +223,7 @@ class ScheduledRequest:
         """A chunk of the prompt was computed."""
         return PrefillProgress(
             request_id=self.request_id,
+            attempt=self.job.attempt,
             num_computed=self.prompt_sequence.num_computed,
             num_prompt=self.prompt_sequence.num_prompt,
             num_cached=self.num_cached,

@@ -9,18 +9,21 @@ from decode_svc.request import DecodeMove, DecodePhase, ScheduledRequest
 from decode_svc.scheduler_config import ReservationLimits
 from pdserve.base.ids import RequestId
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.job import queue_by_arrival
+from pdserve.engine.running import Room
 
 
 class Reservations:
-    """Admits requests in order of arrival: one that does not fit yet holds up those behind it.
+    """Admits requests in order of arrival at their first worker: one that does not fit yet holds up those behind it.
 
+    Best-effort requests come after all others, and one that runs gives up its blocks for others.
     WAITING requests hold no blocks; RESERVED ones hold those of their prompt and of one more token.
     """
 
     def __init__(self, blocks: BlockManager, limits: ReservationLimits) -> None:
         self._blocks = blocks
         self._limits = limits
-        #: In order of arrival.
+        #: In order of their turns.
         self._waiting: dict[RequestId, ScheduledRequest] = {}
         #: Free blocks that each waiting request needs, as of its arrival.
         self._needed: dict[RequestId, int] = {}
@@ -64,29 +67,37 @@ class Reservations:
         """Queue a request for its blocks."""
         pool, sequence = self._blocks.pool, request.prompt_sequence
         num_uncached = sequence.num_prompt + 1 - self._blocks.count_cached(sequence, recompute_last=False)
-        self._waiting[request.request_id] = request
+        queue_by_arrival(self._waiting, request)
         self._needed[request.request_id] = pool.blocks_of_all_groups_for(num_uncached)
 
-    def admit_next(self, *, headroom: int) -> ScheduledRequest | None:
-        """Give the first request in the queue its blocks and move it on; None when it cannot have them now.
+    @property
+    def next(self) -> ScheduledRequest | None:
+        """The first request in the queue."""
+        return next(iter(self._waiting.values()), None)
 
-        It becomes RESERVED, or COMPUTING when its prompt is computed here. `headroom` blocks stay free.
+    @property
+    def others_wait(self) -> bool:
+        """Whether a request waits that is not best-effort."""
+        return self.next is not None and not self.next.job.is_best_effort
+
+    def admit(self, request: ScheduledRequest, room: Room) -> bool:
+        """Give the first request in the queue its blocks and move it on; False when it cannot have them now.
+
+        It becomes RESERVED, or COMPUTING when its prompt is computed here.
         """
-        request = next(iter(self._waiting.values()), None)
-        if request is None:
-            return None
         if request.job.is_moving:
-            return self._admit_moving(request, headroom)
+            return self._admit_moving(request, room)
         pool, sequence = self._blocks.pool, request.prompt_sequence
         num_cached = self._blocks.count_cached(sequence, recompute_last=False)
         num_blocks = pool.blocks_for(sequence.num_prompt)
         first_missing = self._blocks.first_missing(sequence.num_prompt, num_cached)
         num_missing = sum(self._limits.capacity_for(num_blocks - first) for first in first_missing)
         locally = self._is_computed_here(request, sequence.num_prompt - num_cached, num_missing)
-        if not locally and not self._may_receive(num_missing):
-            return None
-        if not self._blocks.admit(sequence, sequence.num_prompt + 1, headroom=headroom, recompute_last=locally):
-            return None
+        if not locally and not self._may_receive(num_missing, room):
+            return False
+        while not self._blocks.admit(sequence, sequence.num_prompt + 1, headroom=room.headroom, recompute_last=locally):
+            if not room.make_room():
+                return False
         self.remove(request)
         request.num_cached = sequence.num_computed
         if locally:
@@ -94,7 +105,7 @@ class Reservations:
         else:
             num_fresh = len(sequence.block_table) - sequence.num_computed // pool.block_size
             self._hold(request, num_missing, num_fresh * pool.num_groups)
-        return request
+        return True
 
     def _hold(self, request: ScheduledRequest, num_missing: int, num_reserved: int) -> None:
         request.advance(DecodeMove.GRANT)
@@ -102,7 +113,7 @@ class Reservations:
         self._reserved[request.request_id] = num_reserved
         self._num_missing += num_missing
 
-    def _admit_moving(self, request: ScheduledRequest, headroom: int) -> ScheduledRequest | None:
+    def _admit_moving(self, request: ScheduledRequest, room: Room) -> bool:
         """Give a request from another worker blocks for as much of its KV as may be received: the rest is computed."""
         pool, carrier = self._blocks.pool, request.prompt_sequence
         hashes = moving_hashes(request, pool.block_size)
@@ -112,19 +123,21 @@ class Reservations:
         num_missing = self._limits.capacity_for(num_fresh)
         # Each choice also needs a block for the tokens behind its last full one. On an otherwise empty worker, choices
         # that do not fit together run one after the other.
-        has_room = num_fresh + headroom + len(request.output) <= pool.num_free or pool.num_free == pool.num_blocks
-        if not has_room or not self._may_receive(num_missing):
-            return None
+        if not self._may_receive(num_missing, room):
+            return False
+        while num_fresh + room.headroom + len(request.output) > pool.num_free and pool.num_free < pool.num_blocks:
+            if not room.make_room():
+                return False
         carrier.block_table.extend(pool.match_prefix(hashes))
         fresh = pool.allocate(num_fresh)
         if fresh is None:  # Cached blocks, which counted as free, are taken now.
             self._blocks.free(carrier)
-            return None
+            return False
         carrier.block_table.extend(fresh)
         self.remove(request)
         request.moved, request.num_cached = hashes, num_cached * pool.block_size
         self._hold(request, num_missing, num_fresh)
-        return request
+        return True
 
     def remove(self, request: ScheduledRequest) -> None:
         """Take a request out, with whatever blocks it holds. No effect on one that is not here."""
@@ -136,8 +149,10 @@ class Reservations:
     def check_integrity(self, requests: Collection[ScheduledRequest]) -> None:
         """Assert that this holds exactly the WAITING and RESERVED ones of `requests`, in order, and counts right."""
         phases = {phase: [r.request_id for r in requests if r.phase is phase] for phase in DecodePhase}
-        assert list(self._waiting) == phases[DecodePhase.WAITING], "the queue is out of order"
-        assert list(self._needed) == phases[DecodePhase.WAITING], "needed blocks are counted for another queue"
+        assert set(self._waiting) == set(phases[DecodePhase.WAITING]), "the queue has other requests"
+        turns = [request.job.turn for request in self._waiting.values()]
+        assert turns == sorted(turns), "the queue is out of order"
+        assert set(self._needed) == set(self._waiting), "needed blocks are counted for another queue"
         assert set(self._missing) == set(phases[DecodePhase.RESERVED]), "a reservation belongs to no request"
         assert set(self._reserved) == set(self._missing), "reserved blocks belong to no request"
         assert self._num_missing == sum(self._missing.values()), "missing blocks are miscounted"
@@ -147,7 +162,11 @@ class Reservations:
         is_small = threshold > 0 and num_uncached_tokens <= threshold
         return request.locally or is_small or num_missing > self._limits.max_receivable_blocks
 
-    def _may_receive(self, num_blocks: int) -> bool:
+    def _may_receive(self, num_blocks: int, room: Room) -> bool:
         pool = self._blocks.pool
-        fits = self._num_missing + num_blocks <= self._limits.max_reserved_blocks
-        return fits or pool.num_free == pool.num_blocks
+        if self._num_missing + num_blocks <= self._limits.max_reserved_blocks:
+            return True
+        if not room.headroom and not self._missing:  # All that runs gives way.
+            while pool.num_free < pool.num_blocks and room.make_room():
+                pass
+        return pool.num_free == pool.num_blocks

@@ -27,21 +27,21 @@ from pdserve.base.errors import InvalidTransition
 from pdserve.base.ids import RequestId
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.event_log import EventLog
 from pdserve.engine.pace import Pace
 from pdserve.engine.running import RunningSet
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, Sequence
-from pdserve.engine.step import EventLog, Load, PrefillChunk, StepEvents, StepPlan
+from pdserve.engine.step import Load, PrefillChunk, StepEvents, StepPlan
 
 
 class DecodeScheduler:
-    """Implements `pdserve.engine.step.Scheduler`; every method is called on the step thread."""
+    """Implements `pdserve.engine.scheduler.Scheduler`; every method is called on the step thread."""
 
     def __init__(self, pool: BlockPool, config: DecodeSchedulerConfig) -> None:
         self._blocks = BlockManager(pool)
         self._running = RunningSet(self._blocks, config.running_limits(pool))
         self._reservations = Reservations(self._blocks, config.reservation_limits(pool))
-        self._limits = config.limits_within(pool)
-        self._model_limits = config.limits
+        self._limits, self._model_limits = config.limits_within(pool), config.limits
         #: All requests on this worker, in order of arrival.
         self._requests: dict[RequestId, ScheduledRequest] = {}
         #: Requests that come from other decode workers, or go there.
@@ -95,8 +95,7 @@ class DecodeScheduler:
         request = self._expect(request_id, DecodeMove.COMPUTE)
         if forced_first_tokens:
             self._limits.check_first_tokens(forced_first_tokens, request.job.params)
-        request.forced_first_tokens = tuple(forced_first_tokens)
-        request.locally = True
+        request.forced_first_tokens, request.locally = tuple(forced_first_tokens), True
         self._must_rescan_waiting = True
         if request.phase is DecodePhase.RESERVED:
             request.advance(DecodeMove.COMPUTE)
@@ -143,9 +142,10 @@ class DecodeScheduler:
         self._must_rescan_waiting = False
         self._running.resume()
         self._admit_waiting()
+        self._running.resume_best_effort(others_wait=self._reservations.others_wait)
         planned = self._running.plan(pace, is_awaiting=self._reservations.is_receiving)
         if planned.preempted:
-            self._events.preempted.extend(sequence.request_id for sequence in planned.preempted)
+            self._events.preempted.extend(self._requests[each.request_id].attempt_id for each in planned.preempted)
             self._must_rescan_waiting = True
         plan = StepPlan(
             decoding=planned.decoding,
@@ -178,7 +178,7 @@ class DecodeScheduler:
 
     def fail(self, request_id: RequestId, failure: SampleFailure) -> None:
         """End a request of the present plan, and report why."""
-        self._events.fail(request_id, failure)
+        self._events.fail(self._requests[request_id].attempt_id, failure)
         self._finish(self._requests[request_id], DecodeMove.FAIL)
 
     def load(self) -> Load:
@@ -201,8 +201,8 @@ class DecodeScheduler:
 
         A block stays free for each active sequence, so that a new request does not cause a preemption at once.
         """
-        running = self._running
-        while not running.num_preempted and (request := self._reservations.admit_next(headroom=running.num_active)):
+        running, waiting = self._running, self._reservations
+        while (request := waiting.next) and (room := running.room_for(request.job)) and waiting.admit(request, room):
             if request.phase is DecodePhase.COMPUTING:
                 self._compute_prompt(request)
             else:
@@ -245,7 +245,7 @@ class DecodeScheduler:
         request.advance(outcome)
         assert request.phase is DecodePhase.OVER, f"{outcome} does not end a request"
         del self._requests[request.request_id]
-        self.replicas.forget(request.request_id)
+        self.replicas.forget(request.attempt_id)
         self._unstarted.pop(request.request_id, None)
         self._reservations.remove(request)
         for sequence in request.sequences.values():
@@ -255,7 +255,7 @@ class DecodeScheduler:
         self._blocks.free(request.prompt_sequence)
         self._must_rescan_waiting = True
         if outcome is DecodeMove.FINISH:
-            self._events.finished.append(request.request_id)
+            self._events.finished.append(request.attempt_id)
 
     def _take_decoded(self, sequence: Sequence, result: SampleResult) -> None:
         if not sequence.block_table:  # It ended in the step before, or another choice failed earlier in this one.
@@ -286,7 +286,7 @@ class DecodeScheduler:
         first_tokens = dict(enumerate(request.forced_first_tokens))
         if sampled := dict(zip(request.sampled_choices(), tokens, strict=True)):
             reported = [self._limits.choice_tokens(prompt, choice, token) for choice, token in sampled.items()]
-            self._events.tokens[request.request_id] = reported
+            self._events.tokens[request.attempt_id] = reported
             first_tokens = {choice: token.token_id for choice, token in sampled.items()}
         self._running.detach(prompt)
         request.advance(DecodeMove.RUN)
@@ -294,7 +294,7 @@ class DecodeScheduler:
 
     def _take_token(self, request: ScheduledRequest, sequence: Sequence, sampled: Sampled) -> None:
         tokens = self._limits.choice_tokens(sequence, sequence.choice_index, sampled)
-        self._events.tokens.setdefault(sequence.request_id, []).append(tokens)
+        self._events.tokens.setdefault(request.attempt_id, []).append(tokens)
         sequence.tokens.append(sampled.token_id)
         if tokens.finish_reason is not None:
             self._end_choice(request, sequence)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.running import RunningLimits
-from pdserve.engine.sequence import SequenceLimits
+from pdserve.engine.sequence_limits import SequenceLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

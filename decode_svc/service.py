@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import AsyncExitStack, ExitStack
-from functools import partial
 from typing import Any
 
 import grpc
@@ -40,9 +39,10 @@ from pdserve.v1 import common_pb2
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.v1 import decode_pb2_grpc as pb_grpc
 from pdserve.worker.serve import introducing
+from pdserve.worker.serve.fixed_role import fixed_role
 from pdserve.worker.serve.inboxes import Failed, Inboxes
 from pdserve.worker.serve.message_limits import max_start_bytes
-from pdserve.worker.serve.worker import KEEP_ALIVE_S, Worker, fixed_role
+from pdserve.worker.serve.worker import KEEP_ALIVE_S, Worker
 
 log = get_logger(__name__)
 
@@ -75,7 +75,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             ),
         )
         self._worker = worker
-        self._inboxes: Inboxes[SessionEvent] = Inboxes(partial(worker.metrics.stale, "start"))
+        self._inboxes: Inboxes[SessionEvent] = Inboxes(worker.metrics.stale)
         #: Sessions that commits may come for.
         self._sessions: dict[RequestId, DecodeSession] = {}
         #: Connections with a request.
@@ -116,7 +116,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
                 listener,
                 pb.DecodeRequest.FromString,
                 self._decode,
-                _failure,
+                lambda error: pb.DecodeResponse(failed=error_to_wire(error)),
                 worker.tls,
                 max_message_bytes=max_start_bytes(worker.model),
             )
@@ -126,19 +126,18 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         """Passes a step's events to their requests, in order."""
         events = output.events
         for grant in events.grants:
-            self._inboxes.put(grant.request_id, grant)
-        if events.started:
-            started_at = _now() - output.durations.total_s
-            for started in events.started:
-                self._inboxes.put(started.request_id, Started(started, started_at))
+            self._inboxes.put(grant.request_id, grant.attempt, grant)
+        started_at = _now() - output.durations.total_s
+        for started in events.started:
+            self._inboxes.put(started.request_id, started.attempt, Started(started, started_at))
         for progress in events.progress:
-            self._inboxes.put(progress.request_id, progress)
+            self._inboxes.put(progress.request_id, progress.attempt, progress)
         for tokens in events.tokens:
-            self._inboxes.put(tokens.request_id, tokens)
+            self._inboxes.put(tokens.request_id, tokens.attempt, tokens)
         for failure in events.failures:
-            self._inboxes.put(failure.request_id, Failed(error=failure.error))
-        for request_id in events.finished:
-            self._inboxes.put(request_id, ChoicesEnded())
+            self._inboxes.put(failure.request_id, failure.attempt, Failed(error=failure.error))
+        for attempt_id in events.finished:
+            self._inboxes.put(*attempt_id, ChoicesEnded())
         self._relief.after_step(output)
         self._others.replication.after_step(output)
 
@@ -149,6 +148,10 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
     def stay(self) -> None:
         """Takes back `drain`. Moves that have begun go on."""
         self._emptying.stop()
+
+    async def rebalance(self, num_sequences: int) -> int:
+        """Asks those that run longest to leave."""
+        return await self._relief.rebalance(num_sequences)
 
     def take_role(self, tier: Tier) -> None:
         """Raises: RequestError, since this service has only its own tier."""
@@ -188,7 +191,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
                 self._sessions[request_id] = session
                 failure: str | None = None
                 try:
-                    await session.run(self._job(start))
+                    await session.run(await self._job(start))
                 except PdserveError as error:
                     failure = reason_of(error)
                     raise
@@ -265,18 +268,19 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         assert self._receiver is not None, "requests come after start"
         return self._receiver
 
-    def _job(self, start: pb.DecodeStart) -> DecodeJob:
-        prompt = tuple(start.prompt_token_ids)
-        layout = self._worker.model.layout
+    async def _job(self, start: pb.DecodeStart) -> DecodeJob:
+        prompt, layout = tuple(start.prompt_token_ids), self._worker.model.layout
         if start.is_moving and layout.windows != (None,):
             raise LayoutMismatch("KV of several groups, or of a window, cannot be moved. Compute it again.")
         # A stranger who is accepted for now may send any blocks: no other request may find them.
-        private = self._worker.seals.accepts_strangers
-        key = self._worker.hash_key(secrets.token_bytes(_PRIVATE_SALT_BYTES) if private else start.cache_salt)
+        salt = secrets.token_bytes(_PRIVATE_SALT_BYTES) if self._worker.seals.accepts_strangers else start.cache_salt
+        key, params = self._worker.hash_key(salt), sampling_from_wire(start.sampling)
         return DecodeJob(
             request_id=RequestId(start.ref.request_id),
+            attempt=start.ref.attempt,
             prompt_token_ids=prompt,
-            params=sampling_from_wire(start.sampling),
+            params=params,
+            grammar=await self._worker.grammars.get(params),
             hash_key=key,
             hashes=hash_blocks(key, prompt, layout.block_size),
             local_prefill_threshold=start.local_prefill_threshold,
@@ -285,12 +289,10 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             is_moving=start.is_moving,
             router_id=RouterId(start.ref.router_id),
             is_alone=start.ref.alone,
+            is_best_effort=start.ref.best_effort,
+            arrived_at=_now() - start.ref.waited_ms / 1000,
         )
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _failure(error: PdserveError) -> pb.DecodeResponse:
-    return pb.DecodeResponse(failed=error_to_wire(error))

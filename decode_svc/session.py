@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from contextlib import suppress
 from dataclasses import replace
 
+from decode_svc.catching_up import CatchingUp
 from decode_svc.other_workers import OtherWorkers
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.session_events import (
     MAX_COMMAND_BYTES,
     ChoicesEnded,
-    RouterLeft,
     SessionEvent,
     Started,
     cost_of,
     flooded,
+    overtaken,
 )
 from decode_svc.session_life import Queued, Receiving, Runnable
 from decode_svc.spans import DecodeTrace
@@ -26,18 +28,9 @@ from kvtransfer.handover.reservation import Received, Reservation
 from kvtransfer.handover.sealed_ticket import sealed_ticket
 from kvtransfer.handover.ticket import Commit, Ticket
 from pdserve.base.block_hash import HASH_KEY_BYTES
-from pdserve.base.errors import (
-    InvalidTransition,
-    PdserveError,
-    RequestError,
-    StaleAttempt,
-    StaleError,
-    TransferTimeout,
-    reason_of,
-)
+from pdserve.base.errors import InvalidTransition, PdserveError, RequestError, StaleError
 from pdserve.base.streams import MessageStream, PeerLeft
 from pdserve.base.tasks import ServiceGroup, service_group
-from pdserve.base.wire import tokens_from_wire
 from pdserve.engine.step import Grant, PrefillProgress, RequestTokens
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Failed, Inbox
@@ -70,6 +63,9 @@ class DecodeSession:
         self.others: OtherWorkers | None = None
         self._tasks: ServiceGroup | None = None
         self._request_id = inbox.request_id
+        #: Attempt of the last ticket, or of the start.
+        self._attempt = inbox.attempt
+        self._catching_up = CatchingUp(worker, scheduler.moves, inbox.request_id)
         self._waiting_bytes = 0
         #: Whether a worker of another numerics class has sent a commit.
         self._is_foreign = False
@@ -100,7 +96,9 @@ class DecodeSession:
             await self._stream.write(pb.DecodeResponse(ended=pb.DecodeEnded()))
             # The router closes the stream, and commands are read until then: one that nobody read would reset the
             # connection when it is closed here, and what the router has not read yet would be lost with it.
-            await asyncio.wait((reading,), timeout=_CLOSE_TIMEOUT_S)
+            # A newer attempt, which nothing keeps here any more, need not wait for that.
+            with suppress(PdserveError, PeerLeft):
+                await self._inbox.unless_failed(asyncio.wait((reading,), timeout=_CLOSE_TIMEOUT_S))
 
     async def commit(self, commit: Commit, numerics_class: str) -> Received:
         """Waits until the transfer is verified and its sequences are queued to run. Its sender is of this class.
@@ -126,7 +124,7 @@ class DecodeSession:
                 return
             self._inbox.put(command)
         # Not raised here: that would cancel the release of blocks, should it be in progress.
-        self._inbox.put(RouterLeft())
+        self._inbox.put(Failed(error=PeerLeft()))
 
     async def _handle_next(self) -> bool:
         """Handles one event; True after the last."""
@@ -150,8 +148,6 @@ class DecodeSession:
             case pb.DecodeRequest() as command:
                 self._waiting_bytes -= cost_of(command)
                 await self._handle_command(command)
-            case RouterLeft():
-                raise PeerLeft
             case ChoicesEnded() | None:
                 return True
         return False
@@ -171,10 +167,11 @@ class DecodeSession:
             on_received=self._on_received,
             on_expired=self._on_expired,
         )
-        await self._hand_out(await self._receiver.grant(reservation, attempt=self._inbox.attempt))
+        # Copies, which the scheduler does not count, may hold the stage: a router that gives up is noticed meanwhile.
+        await self._hand_out(await self._inbox.unless_failed(self._receiver.grant(reservation, attempt=self._attempt)))
 
     async def _hand_out(self, ticket: Ticket) -> None:
-        self._life = Receiving(ticket)
+        self._life, self._attempt = Receiving(ticket), ticket.attempt
         now = _now()
         traced = replace(ticket, trace=self.trace.granted(now))
         granted = pb.TicketGranted(
@@ -191,9 +188,7 @@ class DecodeSession:
         self._inbox.put(received)
 
     def _on_expired(self, error: PdserveError) -> None:
-        self._worker.metrics.ended(reason_of(error))
-        if isinstance(error, TransferTimeout):
-            self._worker.metrics.lease_expired(error.progress)
+        self._worker.metrics.not_received(error)
         self._inbox.put(Failed(error=error))
 
     async def _activate(self, received: Received) -> None:
@@ -225,7 +220,8 @@ class DecodeSession:
 
     # Commands of the router.
     async def _handle_command(self, command: pb.DecodeRequest) -> None:
-        kind = command.WhichOneof("command")
+        kind, tasks = command.WhichOneof("command"), self._tasks
+        assert tasks is not None
         if kind == "keep_lease":
             if isinstance(self._life, Receiving):
                 self._receiver.keep_lease(self._life.ticket.transfer_id)
@@ -235,15 +231,13 @@ class DecodeSession:
         elif kind == "renew_ticket":
             await self._renew(command.renew_ticket.attempt)
         elif kind == "catch_up":
-            known = tuple(map(tokens_from_wire, command.catch_up.choices))
-            await self._worker.run(lambda: self._scheduler.moves.catch_up(self._request_id, known))
+            self._catching_up.take(command, tasks)
         elif kind == "hand_off":
-            assert self._tasks is not None
-            self._tasks.start(self._hand_off(command.hand_off), name=f"hand-off {self._request_id}")
+            tasks.start(self._hand_off(command.hand_off), name=f"hand-off {self._request_id}")
         elif kind == "prefill_locally":
             await self._prefill_locally(command.prefill_locally)
         elif kind == "replicate_to" and self.others is not None:
-            await self.others.replication.replicate_to(self._request_id, command.replicate_to)
+            await self.others.replication.replicate_to(self._inbox.attempt_id, command.replicate_to)
         else:
             raise RequestError(
                 f"Request {self._request_id} is being decoded already, but {kind or 'an empty message'} came. "
@@ -256,14 +250,18 @@ class DecodeSession:
             sent = await self.others.departures.send(self._request_id, command)
             self._inbox.put(pb.DecodeResponse(handed_off=sent))
 
+    def _is_stale(self, message: str, attempt: int, *, oldest: int) -> bool:
+        if is_stale := attempt < oldest:
+            self._worker.metrics.stale(message, overtaken(self._request_id, message, attempt, oldest))
+        return is_stale
+
     async def _renew(self, attempt: int) -> None:
+        if self._is_stale("renewal", attempt, oldest=self._attempt + 1):
+            return
         match self._life:
             case Receiving(ticket=ticket):
                 try:
-                    renewed = await self._receiver.renew(ticket.transfer_id, attempt=attempt)
-                except StaleAttempt as error:
-                    self._worker.metrics.stale("renewal", error)
-                    raise
+                    renewed = await self._inbox.unless_failed(self._receiver.renew(ticket.transfer_id, attempt=attempt))
                 except StaleError:
                     # The commit or the end of the lease won the race, and its event is in the inbox.
                     return
@@ -274,6 +272,8 @@ class DecodeSession:
                 raise InvalidTransition(f"Request {self._request_id} has no ticket that could be renewed.")
 
     async def _prefill_locally(self, command: pb.PrefillLocally) -> None:
+        if self._is_stale("prefill_locally", command.attempt, oldest=self._attempt):
+            return
         if isinstance(self._life, Receiving):
             await self._receiver.abort(self._life.ticket.transfer_id)
         if self._has_received():
@@ -293,7 +293,7 @@ class DecodeSession:
                 await self._receiver.abort(self._life.ticket.transfer_id)
         finally:
             self._activation_decided.set()
-            await self._worker.run(lambda: self._scheduler.abort(self._request_id))
+            await self._worker.run(lambda: self._scheduler.abort(self._request_id), ends=self._request_id)
 
 
 def _now() -> float:

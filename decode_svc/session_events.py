@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtransfer.handover.reservation import Received
-from pdserve.base.errors import RequestError
+from pdserve.base.errors import RequestError, StaleAttempt
 from pdserve.base.ids import RequestId
 from pdserve.engine.step import Grant, PrefillProgress, RequestStarted, RequestTokens
 from pdserve.v1 import decode_pb2 as pb
@@ -21,11 +21,6 @@ class ChoicesEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterLeft:
-    """The router has closed the stream."""
-
-
-@dataclass(frozen=True, slots=True)
 class Started:
     """The first step that computes something of the request has ended."""
 
@@ -36,21 +31,20 @@ class Started:
 
 #: Everything that a session's inbox takes, apart from failures.
 SessionEvent = (
-    Grant
-    | Received
-    | Started
-    | PrefillProgress
-    | RequestTokens
-    | ChoicesEnded
-    | RouterLeft
-    | pb.DecodeRequest
-    | pb.DecodeResponse
+    Grant | Received | Started | PrefillProgress | RequestTokens | ChoicesEnded | pb.DecodeRequest | pb.DecodeResponse
 )
 
 
 def cost_of(command: pb.DecodeRequest) -> int:
     """What the command counts for while it waits."""
     return command.ByteSize() + COMMAND_OVERHEAD
+
+
+def overtaken(request_id: RequestId, message: str, attempt: int, oldest: int) -> StaleAttempt:
+    """The error for a command of an attempt that the router has given up since."""
+    return StaleAttempt(
+        f"A {message} of attempt {attempt} of request {request_id} came when only attempts from {oldest} on counted."
+    )
 
 
 def flooded(request_id: RequestId, waiting_bytes: int) -> RequestError:

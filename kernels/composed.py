@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.decoder import ALONE, DecoderShape, DecoderWeights, LayerListener, LayerWeights, Ranks
+from kernels.decoder import ALONE, DecoderShape, DecoderWeights, Interrupt, LayerListener, LayerWeights, Ranks
 from kernels.ops import KvRows, Ops, PagedKv
 
 
@@ -39,6 +39,7 @@ class ComposedDecoder:
         self._cos_sin = cos_sin
         self._ranks = ranks
         self._kv_scales = kv_scales
+        self.interrupt = Interrupt() if ranks.size == 1 else None
 
     @torch.inference_mode()
     def forward(
@@ -48,18 +49,25 @@ class ComposedDecoder:
         logits_rows: Tensor,
         kv_cache: Tensor,
         on_layer: LayerListener | None = None,
+        *,
+        hidden_only: bool = False,
     ) -> Tensor:
         ops, layers, eps = self._ops, self._weights.layers, self._shape.rms_norm_eps
         kv = ops.paged_kv(rows, kv_cache, self._cos_sin, self._shape.scale, kv_scales=self._kv_scales)
         hidden = ops.embedding(token_ids, self._weights.embedding)
         normed = ops.rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
+            if self.interrupt is not None:
+                self.interrupt.check()
             attended = self._ranks.all_reduce(self._attention(index, layer, normed, kv, on_layer))
             normed, hidden = ops.add_rms_norm(attended, hidden, layer.post_attention_norm, eps)
             next_norm = layers[index + 1].input_norm if index + 1 < len(layers) else self._weights.norm
             down = self._ranks.all_reduce(self._mlp(layer, normed))
             normed, hidden = ops.add_rms_norm(down, hidden, next_norm, eps)
-        logits = ops.linear(normed.index_select(0, logits_rows), self._weights.lm_head)
+        wanted = normed.index_select(0, logits_rows)
+        if hidden_only:
+            return wanted.float()
+        logits = ops.linear(wanted, self._weights.lm_head)
         return self._ranks.gather_columns(logits, self._shape.vocab_size).float()
 
     def _attention(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kernels.ops import KvRows
@@ -122,12 +123,55 @@ ALONE = LoneRank()
 LayerListener = Callable[[int], None]
 
 
+class PassInterrupted(Exception):
+    """A forward pass has ended between two layers: the K and V of its rows are undefined, and there are no logits."""
+
+
+class Interrupt:
+    """Ends forward passes between two layers while it is set. Any thread may set it, also during a pass."""
+
+    def __init__(self) -> None:
+        # Memory of its own: C++ code reads it during a pass.
+        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._numpy = self._flag.numpy()
+
+    @property
+    def address(self) -> int:
+        """Address of an int32 that is 1 while it is set, else 0."""
+        return self._flag.data_ptr()
+
+    @property
+    def is_set(self) -> bool:
+        """Whether passes end."""
+        return bool(self._numpy[0])
+
+    def set(self) -> None:
+        """Ends the pass that runs, and every later one, except for those of few rows where a backend says so."""
+        self._numpy[0] = 1
+
+    def clear(self) -> None:
+        """Lets later passes run to their end."""
+        self._numpy[0] = 0
+
+    def check(self) -> None:
+        """Raises `PassInterrupted` while it is set."""
+        if self.is_set:
+            raise PassInterrupted
+
+
 class DecoderKernel(Protocol):
     """The forward pass, bound to weights."""
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the matrices in memory, which a step reads at least once."""
+
+    @property
+    def interrupt(self) -> Interrupt | None:
+        """Ends passes of more than a few rows; None: the backend runs every pass to its end.
+
+        None where the host only launches work, and on several ranks, which all have to end in the same layer.
+        """
 
     def forward(
         self,
@@ -136,13 +180,16 @@ class DecoderKernel(Protocol):
         logits_rows: Tensor,
         kv_cache: Tensor,
         on_layer: LayerListener | None = None,
+        *,
+        hidden_only: bool = False,
     ) -> Tensor:
         """Writes K and V of all rows to their slots; returns float32 logits [num_logits, vocab_size].
 
+        With `hidden_only`, hidden states after the final norm instead: float32 [num_logits, hidden_size].
         token_ids: int64 [num_tokens]; logits_rows: int64 [num_logits]; kv_cache: [num_blocks, num_layers, 2,
         num_kv_heads, block_size, head_dim], contiguous, of the weights' dtype, or float8_e4m3fn when the decoder was
         made with `kv_scales`. The next call may overwrite the memory of the logits. `on_layer` is called after each
-        layer, or never if the backend computes a pass in one call.
+        layer, or never if the backend computes a pass in one call. Raises `PassInterrupted`.
 
         All ranks call it with the same arguments, except for the cache, which has the rank's own heads. Rank 0 returns
         the logits; the result on other ranks is undefined.

@@ -14,22 +14,25 @@ from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport.own_sockets import Connection
 from pdserve.base import rpc
 from pdserve.base.block_hash import hash_blocks
-from pdserve.base.errors import Draining, PdserveError, reason_of
+from pdserve.base.errors import Draining, PdserveError, RequestError, reason_of
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.logs import enter_request, get_logger
 from pdserve.base.seals import Purpose
 from pdserve.base.tracing.spans import Attribute
-from pdserve.base.wire import sampling_from_wire
+from pdserve.base.wire import pooling_from_wire, sampling_from_wire
 from pdserve.base.workers import Tier
 from pdserve.engine.step import LayersWritten, StepOutput
+from pdserve.v1 import common_pb2
 from pdserve.v1 import prefill_pb2 as pb
 from pdserve.v1 import prefill_pb2_grpc as pb_grpc
 from pdserve.worker.config import WorkerConfig
+from pdserve.worker.serve.fixed_role import fixed_role
 from pdserve.worker.serve.inboxes import Failed, Inboxes
 from pdserve.worker.serve.introducing import introduce
-from pdserve.worker.serve.worker import Worker, fixed_role
+from pdserve.worker.serve.worker import Worker
 from prefill_svc.request import PrefillJob, PrefillSchedulerConfig
 from prefill_svc.scheduler import PrefillScheduler
+from prefill_svc.scoring import ScoringSession, scoring_params
 from prefill_svc.session import PrefillSession, PromptEvent, PromptStarted
 from prefill_svc.spans import PromptTrace
 
@@ -53,7 +56,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             PrefillSchedulerConfig(limits=worker.model.limits, max_num_batched_tokens=config.max_num_batched_tokens),
         )
         self._worker = worker
-        self._inboxes: Inboxes[PromptEvent] = Inboxes(partial(worker.metrics.stale, "start"))
+        self._inboxes: Inboxes[PromptEvent] = Inboxes(worker.metrics.stale)
         self._sender = Sender(
             transport=worker.transport,
             memory=worker.blocks,
@@ -79,17 +82,18 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
         started = (
             PromptStarted(
                 request_id=each.request_id,
+                attempt=each.attempt,
                 started_at=started_at,
                 num_cached=each.num_cached,
                 block_tables=each.block_tables,
             )
             for each in events.started
         )
-        in_order: tuple[PromptEvent, ...] = (*started, *events.tokens, *events.progress)
-        for event in in_order:
-            self._inboxes.put(event.request_id, event)
+        reported: tuple[PromptEvent, ...] = (*events.tokens, *events.scores, *events.embeddings)
+        for event in (*started, *reported, *events.progress):
+            self._inboxes.put(event.request_id, event.attempt, event)
         for failure in events.failures:
-            self._inboxes.put(failure.request_id, Failed(error=failure.error))
+            self._inboxes.put(failure.request_id, failure.attempt, Failed(error=failure.error))
 
     def drain(self, within_s: float) -> None:
         """Hands back the prompts of which nothing is computed. The others are computed and sent."""
@@ -97,6 +101,10 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
 
     def stay(self) -> None:
         """Nothing to take back: prompts that were handed back are elsewhere."""
+
+    async def rebalance(self, num_sequences: int) -> int:
+        """Raises: RequestError, since prompts do not move."""
+        raise RequestError("A prefill worker has no running requests that could move. Name a decode worker.")
 
     def take_role(self, tier: Tier) -> None:
         """Raises: RequestError, since this service has only its own tier."""
@@ -108,7 +116,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
 
     def on_layers(self, written: LayersWritten) -> None:
         """Passes a report from within a step to its prompt."""
-        self._inboxes.put(written.request_id, written)
+        self._inboxes.put(written.request_id, written.attempt, written)
 
     async def close(self) -> None:
         """Closes the channels to decode workers."""
@@ -119,7 +127,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
     async def Prefill(  # noqa: N802 - the name is the wire's
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillResponse]
     ) -> None:
-        """Computes a prompt and hands it over."""
+        """Computes a prompt and hands it over, or scores or pools it."""
         with self._worker.calls.serving("prefill"):
             seals = self._worker.seals
             request = seals.open(Purpose.PROMPT, self._worker.seal_name, request)
@@ -127,13 +135,19 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             trace = PromptTrace.start(self._worker.tracer, rpc.trace_of(context))
             enter_request(request_id, trace.context)
             ticket = opened_ticket(request.ticket, request_id, seals) if request.HasField("ticket") else None
-            async with self._inboxes.open(request_id, request.ref.attempt) as inbox:
-                session = PrefillSession(
-                    self._worker, self.scheduler, self._sender, self._channels, inbox, context.write
-                )
+            keep_alive = partial(context.write, pb.PrefillResponse(keep_alive=common_pb2.KeepAlive()))
+            async with self._inboxes.open(request_id, request.ref.attempt, meanwhile=keep_alive) as inbox:
+                session: PrefillSession | ScoringSession
+                if request.scores_prompt or request.HasField("pooling"):
+                    outcome = "scored" if request.scores_prompt else "pooled"
+                    session = ScoringSession(self._worker, self.scheduler, inbox, context.write, outcome)
+                else:
+                    session = PrefillSession(
+                        self._worker, self.scheduler, self._sender, self._channels, inbox, context.write
+                    )
                 failure: str | None = None
                 try:
-                    await session.run(self._job(request, ticket), ticket)
+                    await session.run(await self._job(request, ticket), ticket)
                 except PdserveError as error:
                     failure = reason_of(error)
                     log.warning("prefill_failed", reason=error)
@@ -145,8 +159,8 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
                     trace.end(session.times, attributes, ticket=ticket, sent=session.sent, error=failure)
 
     async def _hand_back(self) -> None:
-        for request_id in await self._worker.run(self.scheduler.hand_back):
-            self._inboxes.put(request_id, Failed(error=Draining("The worker drains. Retry on another one.")))
+        for attempt_id in await self._worker.run(self.scheduler.hand_back):
+            self._inboxes.put(*attempt_id, Failed(error=Draining("The worker drains. Retry on another one.")))
 
     async def _introduce(self, ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
         async with self._channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address) as channel:
@@ -161,23 +175,32 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             "pdserve.outcome": outcome,
         }
 
-    def _job(self, request: pb.PrefillRequest, ticket: Ticket | None) -> PrefillJob:
-        prompt = tuple(request.prompt_token_ids)
+    async def _job(self, request: pb.PrefillRequest, ticket: Ticket | None) -> PrefillJob:
+        prompt, params = tuple(request.prompt_token_ids), sampling_from_wire(request.sampling)
         if ticket is not None:
             self._sender.require_compatible(ticket)
             ticket.require_end_of(len(prompt))
+        pooling = pooling_from_wire(request.pooling) if request.HasField("pooling") else None
+        if pooling is not None and request.scores_prompt:
+            raise RequestError("A prompt is either scored or pooled. Send one of `scores_prompt` and `pooling`.")
         key = self._worker.hash_key(request.cache_salt)
         return PrefillJob(
             request_id=RequestId(request.ref.request_id),
+            attempt=request.ref.attempt,
             prompt_token_ids=prompt,
-            params=sampling_from_wire(request.sampling),
+            params=scoring_params(params) if request.scores_prompt else params,
+            grammar=None if request.scores_prompt or pooling else await self._worker.grammars.get(params),
             hash_key=key,
             hashes=hash_blocks(key, prompt, self._worker.model.layout.block_size),
             forced_first_tokens=tuple(request.forced_first_tokens),
+            is_scored=request.scores_prompt,
+            pooling=pooling,
             # With one message for all layers, the end of each step is soon enough, and it is reported in any case.
             report_layers=ticket.groups.report_layers if ticket is not None and ticket.layer_groups > 1 else (),
             router_id=RouterId(request.ref.router_id),
             is_alone=request.ref.alone,
+            is_best_effort=request.ref.best_effort,
+            arrived_at=_now() - request.ref.waited_ms / 1000,
         )
 
 

@@ -17,7 +17,7 @@ from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.seals import Purpose, receiver_name
 from pdserve.base.wire import tokens_to_wire
-from pdserve.engine.step import LayersWritten, PrefillProgress, RequestTokens
+from pdserve.engine.step import LayersWritten, PrefillProgress, PromptEmbedding, PromptScores, RequestTokens
 from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from pdserve.v1 import prefill_pb2 as pb
 from pdserve.worker.serve.inboxes import Inbox
@@ -44,13 +44,14 @@ class PromptStarted:
     """The first step of a prompt has ended."""
 
     request_id: RequestId
+    attempt: int
     #: Start of that step on the event loop's clock, in seconds.
     started_at: float
     num_cached: int
     block_tables: BlockTables
 
 
-PromptEvent = PromptStarted | LayersWritten | PrefillProgress | RequestTokens
+PromptEvent = PromptStarted | LayersWritten | PrefillProgress | PromptScores | PromptEmbedding | RequestTokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,15 +101,23 @@ class PrefillSession:
             # Queued first: the first transfer to a decode worker connects to it, which takes as long as some layers.
             self._state.num_cached = await self._worker.run(lambda: self._add(job))
             async with self._transfer(job, ticket) as pusher:
-                await self._compute(job, pusher)
-                if all(choice.finish_reason for choice in self._state.first_tokens):
-                    self.outcome = TransferOutcome.NOT_NEEDED
-                elif pusher is not None:
-                    assert ticket is not None
-                    await self._hand_over(pusher, ticket)
+                await self._compute_and_hand_over(job, pusher, ticket)
             await self._write(pb.PrefillResponse(done=self._summary(pusher)))
         finally:
-            await self._worker.run(lambda: self._scheduler.release(self._request_id))
+            await self._worker.run(lambda: self._scheduler.release(self._request_id), ends=self._request_id)
+
+    async def _compute_and_hand_over(self, job: PrefillJob, pusher: Pusher | None, ticket: Ticket | None) -> None:
+        try:
+            await self._compute(job, pusher)
+            if all(choice.finish_reason for choice in self._state.first_tokens):
+                self.outcome = TransferOutcome.NOT_NEEDED
+            elif pusher is not None:
+                assert ticket is not None
+                await self._hand_over(pusher, ticket)
+        except BaseException:
+            # At once: the transfer may have to wait for a decode worker that takes nothing.
+            await self._worker.run(lambda: self._scheduler.stop(self._request_id), ends=self._request_id)
+            raise
 
     def _add(self, job: PrefillJob) -> int:
         """On the step thread: queue the prompt; returns the number of its tokens that are cached at present."""

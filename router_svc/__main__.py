@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdserve.base.service import run_service
 from router_svc.config import RouterConfig
-from router_svc.service import serve
+from router_svc.process import serve
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
-"""Assembles a router's view of the cluster from its settings: policy, registry, channels, secret and certificates."""
+"""Assembles a router's view of the cluster from its settings, and what is behind each of its models."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from kvtransfer.index.prefix_mirror import PrefixMirror
@@ -15,8 +17,12 @@ from pdserve.base.store import Store
 from pdserve.base.stream_pool import StreamPool
 from pdserve.model.revision import revision_of
 from pdserve.v1.decode_pb2 import DecodeResponse
+from router_svc.api.models import ModelBackend, Models
+from router_svc.api.served_model import ServedModel
 from router_svc.config import RouterConfig
 from router_svc.records.metrics import RouterMetrics
+from router_svc.request.gate import Gate
+from router_svc.request.requests import Recorders, Requests
 from router_svc.routing.cluster import Cluster, RoutingPolicy
 from router_svc.routing.role_orders import order_roles
 from router_svc.routing.role_policy import RolePolicy
@@ -25,7 +31,7 @@ from router_svc.routing.timeouts import TimeoutLimits
 
 
 def make_cluster(config: RouterConfig, store: Store, mirror: PrefixMirror, metrics: RouterMetrics) -> Cluster:
-    """The cluster, whose directory and certificates have to be run. Raises: SetupError."""
+    """The first model's workers, whose directory and certificates have to be run. Raises: SetupError."""
     seals = Seals(read_secret(config.cluster_secret_file), on_refused=metrics.peer_refused)
     tls = peer_tls(config)
     return Cluster(
@@ -40,6 +46,26 @@ def make_cluster(config: RouterConfig, store: Store, mirror: PrefixMirror, metri
     )
 
 
+def make_models(config: RouterConfig, models: Sequence[ServedModel], cluster: Cluster, recorders: Recorders) -> Models:
+    """What is behind each model. `cluster` and `recorders` are the first one's: the others share what is no model's."""
+    found = []
+    for index, model in enumerate(models):
+        if index:
+            revision = revision_of(config.models[model.name])
+            policy = replace(cluster.policy, model_name=model.name, model_revision=revision)
+            cluster = replace(cluster, policy=policy)
+            recorders = replace(recorders, metrics=recorders.metrics.of_model(model.name), model_name=model.name)
+        gate = Gate(max_waiting=config.max_num_queued_reqs, max_wait_s=config.queue_timeout_s)
+        by_priority = config.scheduling_policy == "priority"
+        requests = Requests(cluster, gate, recorders, model.tokenizer, by_priority=by_priority)
+        found.append(
+            ModelBackend(model=model, cluster=cluster, gate=gate, requests=requests, metrics=recorders.metrics)
+        )
+    made = Models(found, config.aliases)
+    cluster.directory.on_vanished = made.lost
+    return made
+
+
 async def role_changes(config: RouterConfig, cluster: Cluster) -> None:
     """Has workers change their role as the settings say. Returns at once if they never should."""
     if config.role_policy == "auto":
@@ -48,9 +74,11 @@ async def role_changes(config: RouterConfig, cluster: Cluster) -> None:
 
 
 def _routing_policy(config: RouterConfig) -> RoutingPolicy:
+    name, directory = next(iter(config.models.items()))
     return RoutingPolicy(
-        model_name=config.model_name,
-        model_revision=revision_of(config.model_dir),
+        model_name=name,
+        model_revision=revision_of(directory),
+        is_one_of_several=len(config.models) > 1,
         local_prefill_threshold=config.local_prefill_threshold,
         # A threshold of 0 keeps all prompts away from decode workers, regardless of the load.
         local_prefill_by_load=config.local_prefill == "auto" and config.local_prefill_threshold > 0,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.base.config import option, parse_bytes, words_option
+from pdserve.base.config import option, parse_bytes, repeated_option, words_option
 from pdserve.base.hosts import parse_names, parse_origins
+from pdserve.base.model_names import models_by_alias, models_by_name
 from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
 from pdserve.base.shared_options import ServiceOptions, same_option
+from router_svc.message_formats import AUTO, FORMAT_NAMES, NONE
 
 LOCAL_PREFILL = ("auto", "threshold")
 #: As `vllm serve` names them.
@@ -19,12 +21,19 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 class RouterConfig:
     """The router's settings."""
 
-    model: str = option(help="directory of the model, as `pdserve up` prepared it", metavar="DIR")
+    model: tuple[str, ...] = repeated_option(
+        help="directory of a model, as `pdserve up` prepared it; once for each model", metavar="DIR"
+    )
     redis_url: str = option(help="Redis with the worker registry and the prefix index", metavar="URL")
     redis_prefix: str = option(
         DEFAULT_PREFIX, help="what the names of all keys in Redis begin with", metavar="PREFIX", parse=parse_prefix
     )
-    served_model_name: str | None = option(None, help="name that clients use; default: the directory's name")
+    served_model_name: tuple[str, ...] = repeated_option(
+        (), help="name that clients use; once for each --model, in their order; default: the directory's name"
+    )
+    alias: tuple[str, ...] = repeated_option(
+        (), help="further name that clients can use for a model; once for each alias", metavar="NAME=MODEL"
+    )
     host: str = option("127.0.0.1", help="address to listen on", metavar="ADDRESS")
     port: int = option(8000, help="port of the HTTP API; 0 takes a free one", minimum=0)
     grpc_port: int | None = option(
@@ -95,6 +104,12 @@ class RouterConfig:
         choices=SCHEDULING_POLICIES,
     )
     max_body: int = option(8 * 1024**2, help="largest request body, such as 8MiB", parse=parse_bytes, minimum=1024)
+    max_file: int = option(
+        100 * 1024**2, help="largest file of /v1/files, such as 100MiB", parse=parse_bytes, minimum=1024
+    )
+    batch_max_num_seqs: int = option(
+        16, help="number of requests of batches that this router runs at a time, with the lowest priority", minimum=1
+    )
     request_timeout_s: float = option(
         3600.0, help="seconds that a request may take which sets no timeout of its own", minimum=0.1
     )
@@ -127,6 +142,28 @@ class RouterConfig:
     special_tokens_in_text: bool = option(
         True, help="a text of a client that spells a special token of the model has that token, as in vLLM"
     )
+    message_format: str = option(
+        AUTO,
+        help="how the model writes tool calls and thinking; auto: as its files say; none: messages are plain text",
+        choices=(AUTO, NONE, *FORMAT_NAMES),
+    )
+    unknown_fields: str = option(
+        "refuse",
+        help="unknown fields of requests; refuse: the request fails; warn: they are ignored, and named in a header",
+        choices=("refuse", "warn"),
+    )
+    trust_request_chat_template: bool = option(
+        False, help="chats may bring a chat template of their own, which is rendered in a sandbox"
+    )
+    state_url: str | None = option(
+        None,
+        help="where responses and files are stored: a Redis of their own (redis://...), or for a single router a "
+        "directory (file:DIR); default: nowhere",
+        metavar="URL",
+    )
+    state_ttl_s: float = option(
+        30 * 86_400.0, help="seconds for which a response is stored after its end, and a file", minimum=60.0
+    )
     console: bool = option(True, help="serve the console, a page that shows the cluster and its requests, at /console")
     console_clients: int = option(32, help="number of consoles that may be open at the same time", minimum=1)
     cluster_secret_file: str | None = same_option(ServiceOptions, "cluster_secret_file")
@@ -143,14 +180,14 @@ class RouterConfig:
     )
 
     @property
-    def model_dir(self) -> Path:
-        """The model's directory."""
-        return Path(self.model)
+    def models(self) -> dict[str, Path]:
+        """The directory of each model by the name that clients use. Raises `SetupError`."""
+        return models_by_name([Path(each) for each in self.model], self.served_model_name)
 
     @property
-    def model_name(self) -> str:
-        """The model name that clients use."""
-        return self.served_model_name or self.model_dir.name
+    def aliases(self) -> dict[str, str]:
+        """The model's name by each alias. Raises `SetupError`."""
+        return models_by_alias(self.alias, self.models)
 
     @property
     def effective_grpc_port(self) -> int:

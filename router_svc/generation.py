@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.base.ids import RequestId
+from pdserve.base.pooling import Pooling, PoolingKind
 from pdserve.base.sampling import SamplingParams
 
 #: Limit on the amount of a request's priority.
 MAX_PRIORITY = 2**31 - 1
+#: That of requests of a batch, which no client can set: all others come first, on every router and worker.
+BATCH_PRIORITY = MAX_PRIORITY + 1
+
+
+def is_best_effort(priority: int) -> bool:
+    """Whether requests of this priority get only what others leave, in queues and in the steps of workers."""
+    return priority == BATCH_PRIORITY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +26,8 @@ class TextRules:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    #: Special tokens that are text nevertheless: the router reads them before the client gets the rest.
+    kept_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +42,10 @@ class Generation:
     text: TextRules
     #: Index of this prompt's first choice in the response.
     first_choice: int = 0
+    #: Alternatives to report of each prompt token with its log-probability; None: prompts have no log-probabilities.
+    prompt_logprobs: int | None = None
+    #: How the prompt becomes an embedding, with the number of its dimensions; None: it does not. It has no output then.
+    pooling: Pooling | None = None
     #: Requests with lower values are admitted first.
     priority: int = 0
     #: Isolates prefix reuse between tenants; empty shares it.
@@ -40,3 +54,9 @@ class Generation:
     tenant: str = ""
     #: The API that received the request, for the decision record.
     endpoint: str
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether each token of the prompt is computed, whatever is cached."""
+        is_pooled_whole = self.pooling is not None and self.pooling.kind is not PoolingKind.LAST
+        return is_pooled_whole or self.prompt_logprobs is not None

@@ -3,95 +3,109 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from kvtransfer.index.prefix_mirror import PrefixMirror
-from pdserve.base import audit, notify
 from pdserve.base.admin import Health
 from pdserve.base.audit import Refusals
 from pdserve.base.clock_skew import ClockSkew
-from pdserve.base.collector import exempt_all
 from pdserve.base.logs import get_logger
 from pdserve.base.metrics import CounterSource, GaugeSource
 from pdserve.base.rpc import GrpcHealth, serve_grpc_at
 from pdserve.base.store import Store
-from pdserve.base.tasks import service_group, stop_event_on_signals
-from pdserve.base.tracing.setup import span_counters, tracing
+from pdserve.base.tasks import ServiceGroup, service_group
+from pdserve.base.tracing.setup import span_counters
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
+from router_svc.api.batches.backend import BatchesBackend
+from router_svc.api.batches.batches_api import BatchesApi
 from router_svc.api.cancel_api import CancelApi
 from router_svc.api.console.console import Console
 from router_svc.api.console.state import Sources
+from router_svc.api.files.files_api import FilesApi
+from router_svc.api.files.stored_files import stored_files
 from router_svc.api.front import Addresses, Front
 from router_svc.api.grpc_api import SERVICE, Guards, InferenceServicer, Served, public_port
 from router_svc.api.intake import Intake
-from router_svc.api.openai.generation_api import GenerationApi
+from router_svc.api.ollama.facts import ModelFacts
+from router_svc.api.ollama.model_api import OllamaModelApi
 from router_svc.api.openai.info import ModelApi, OperatorApi
-from router_svc.api.openai.resume_api import ResumeApi
+from router_svc.api.responder import Responder
+from router_svc.api.responses.backend import ResponsesBackend
 from router_svc.api.resuming import resuming_of
 from router_svc.api.served_model import ServedModel
+from router_svc.api.text_threads import TextThreads
 from router_svc.api.usage_api import UsageApi
 from router_svc.clients.access import access_of
 from router_svc.clients.tls import client_tls
-from router_svc.cluster_setup import make_cluster, role_changes
+from router_svc.cluster_setup import make_cluster, make_models, role_changes
 from router_svc.config import RouterConfig
+from router_svc.model_state import WatchedModels, export_load
 from router_svc.records.metrics import RouterMetrics
 from router_svc.records.recent_records import RecentRecords
 from router_svc.records.redis_memory import RedisMemory
 from router_svc.records.request_store import RequestStore
+from router_svc.records.stream_logs import StreamLogs
+from router_svc.records.stream_seal import StreamSeal
 from router_svc.records.traces import Traces
 from router_svc.records.usage_store import UsageStore
 from router_svc.rehearsal import rehearsal, rehearse, unrecorded
 from router_svc.request.cancels import Cancels
-from router_svc.request.gate import Gate
 from router_svc.request.limiter import Limiter
+from router_svc.request.open_requests import OpenRequests
 from router_svc.request.requests import Recorders, Requests
 from router_svc.request.shared_quarantine import SharedQuarantine
-from router_svc.routing.backlog import prefill_backlog_s
 from router_svc.routing.cluster import TIERS
 from router_svc.routing.incarnation import incarnation_of
+from router_svc.state.state_store import StateStore
 from router_svc.supervisor import NO_DECODE_WORKER, report_alive, report_to_supervisor
 
 log = get_logger(__name__)
-
-UNPAIRED = "no prefill worker has the KV layout of {}; they prefill by themselves"
-NO_PREFILL_WORKER = "no prefill worker is ready; decode workers prefill"
 
 
 class Router:
     """One router, assembled from its components."""
 
     def __init__(
-        self, config: RouterConfig, model: ServedModel, store: Store, health: Health, tracer: Tracer = NO_TRACER
+        self,
+        config: RouterConfig,
+        models: Sequence[ServedModel],
+        store: Store,
+        health: Health,
+        tracer: Tracer = NO_TRACER,
+        state: StateStore | None = None,
     ) -> None:
         self.config = config
         self._tracer, self._refusals = tracer, Refusals()
         self.health = health
-        self.metrics = RouterMetrics(model_name=config.model_name)
-        self._access = access_of(config)
-        self._tls = client_tls(config)
+        self.metrics = RouterMetrics(model_name=models[0].name)
+        self._access, self._tls = access_of(config), client_tls(config)
         self._store = store
         self._mirror = PrefixMirror(store)
         self._request_store = RequestStore(store)
-        self._clock_skew = ClockSkew(store)
-        self._redis_memory = RedisMemory(store)
+        self._clock_skew, self._redis_memory = ClockSkew(store), RedisMemory(store)
+        #: The first model's. What it has of the cluster is that of all models.
         self.cluster = make_cluster(config, store, self._mirror, self.metrics)
-        self._gate = Gate(max_waiting=config.max_num_queued_reqs, max_wait_s=config.queue_timeout_s)
         recent = RecentRecords(config.trace_capacity)
         self._limiter = Limiter(store)
         self._usage = UsageStore(store)
-        self._resuming = resuming_of(self.cluster, store, ttl_s=config.resume_timeout_s)
-        self.metrics.tenants.known = self._access.tenants
-        ranked, recorders = config.scheduling_policy == "priority", self._recorders(recent)
-        self._requests = Requests(self.cluster, self._gate, recorders, model.tokenizer, by_priority=ranked)
-        self._shared_quarantine = SharedQuarantine(self._requests.quarantine, store)
+        secret = self.cluster.seals.secret
+        self._logs = StreamLogs(store, StreamSeal(secret), ttl_s=config.resume_timeout_s)
+        self.models = make_models(config, models, self.cluster, self._recorders(recent))
+        self._open = OpenRequests(self.cluster.policy.timeouts)
+        self._resuming = resuming_of(self.models, self._logs)
+        self._quarantines = [SharedQuarantine(backend.requests.quarantine, store) for backend in self.models]
         self._traces = Traces(recent, self._request_store)
-        self._cancels = Cancels(self._requests.open, store, self.cluster.seals.secret)
-        self._model = model
-        self._intake = Intake(model.threads)
-        self._operator = OperatorApi(self.cluster, self._traces, self._gate, health, store)
+        self._cancels = Cancels(self._open, store, secret)
+        # Texts of one model must not delay the bodies of requests for another.
+        self._intake = Intake.of(config, models[0].threads if len(models) == 1 else TextThreads())
+        self._responder = Responder(self.models, self._open, self._intake, self._resuming, secret)
+        self._responses = ResponsesBackend.of(state, self._responder, self._access, self._cancels)
+        self._files = stored_files(state, secret, ttl_s=config.state_ttl_s)
+        self._batches = BatchesBackend.of(self._files, self._responder, self._access, config)
+        self._operator = OperatorApi(self.models, self._traces, health, store)
         self._console = self._make_console() if config.console else None
-        self._export_metrics()
+        self._export_metrics(*self._redis_memory.gauges(), *(() if state is None else state.gauges()))
 
     def _recorders(self, recent: RecentRecords) -> Recorders:
         return Recorders(
@@ -99,13 +113,13 @@ class Router:
             recent=recent,
             store=self._request_store,
             tracer=self._tracer,
-            model_name=self.config.model_name,
+            model_name=self.cluster.policy.model_name,
             limiter=self._limiter,
             usage=self._usage,
-            logs=self._resuming.logs,
+            logs=self._logs,
         )
 
-    def _export_metrics(self) -> None:
+    def _export_metrics(self, *memory: GaugeSource) -> None:
         """Exports the numbers that other objects keep."""
         self.metrics.watch_degraded(self.health.degraded)
         self.metrics.watch_ready(self.health)
@@ -117,21 +131,12 @@ class Router:
                 value=lambda: self.cluster.directory.failures,
             ),
         )
-        owners = (self._mirror, self._request_store, self._intake, self._usage, self._resuming.logs)
+        owners = (self._mirror, self._request_store, self._intake, self._usage, self._logs)
         self.metrics.read(*span_counters(self._tracer), *(each for owner in owners for each in owner.counters()))
-        self.metrics.num_requests_running.set_function(lambda: self._gate.num_admitted)
-        self.metrics.num_requests_waiting.set_function(lambda: self._gate.num_waiting)
-        self.metrics.queued_uncached_tokens.set_function(lambda: self._gate.uncached_tokens)
-        self.metrics.read_gauges(
-            *self._redis_memory.gauges(),
-            GaugeSource(
-                name="prefill_backlog_seconds",
-                text="Time that one worker of the prefill tier would need for the prompts in the admission queue",
-                value=lambda: prefill_backlog_s(
-                    self._gate.uncached_tokens, self.cluster.ready("prefill") or self.cluster.ready("decode")
-                ),
-            ),
-        )
+        self.metrics.read_gauges(*memory)
+        for backend in self.models:
+            backend.metrics.tenants.known = self._access.tenants
+            export_load(backend)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Addresses]:
@@ -154,24 +159,39 @@ class Router:
                 group.start(self._request_store.run(), name="request-store")
                 group.start(self._limiter.run(), name="limits")
                 group.start(self._usage.run(), name="usage")
-                group.start(self._resuming.logs.run(), name="stream-logs")
+                group.start(self._logs.run(), name="stream-logs")
                 group.start(self._clock_skew.run(), name="clock-skew")
                 group.start(self._redis_memory.run(), name="redis-memory")
-                group.start(self._shared_quarantine.run(), name="quarantine")
                 group.start(self._cancels.run(), name="cancels")
                 group.start(self.metrics.loop_lag.run(), name="loop-lag")
                 group.start(self._follow_cluster(grpc_health), name="cluster")
-                reports = report_to_supervisor(self.cluster, self._rehearse, lambda: self._requests.is_draining)
-                group.start(reports, name="supervisor")
-                group.start(role_changes(self.config, self.cluster), name="roles")
+                self._start_models(group)
                 group.start(report_alive(), name="alive")
+                self._start_stored(group)
                 if self._console is not None:
                     group.start(self._console.run(), name="console")
                 yield Addresses(http=http_address, grpc=grpc_address, admin=admin_address)
         finally:
             self._refusals.flush()
             await self.cluster.channels.close()
-            self._model.close()
+            self._intake.threads.close()
+            for backend in self.models:
+                backend.model.close()
+
+    def _start_models(self, group: ServiceGroup) -> None:
+        clusters = [backend.cluster for backend in self.models]
+        reports = report_to_supervisor(clusters, self._rehearse, lambda: self._is_draining)
+        group.start(reports, name="supervisor")
+        for cluster in clusters:
+            group.start(role_changes(self.config, cluster), name="roles")
+        for quarantine in self._quarantines:
+            group.start(quarantine.run(), name="quarantine")
+
+    def _start_stored(self, group: ServiceGroup) -> None:
+        if self._responses is not None:
+            group.start(self._responses.runs.run(), name="responses")
+        if self._batches is not None:
+            group.start(self._batches.runs.run(), name="batches")
 
     def _inference(self) -> InferenceServicer:
         guards = Guards(
@@ -181,30 +201,38 @@ class Router:
             cancel=CancelApi(self._cancels, self._traces),
             limit_headers=self._limiter.headers,
         )
-        served = Served(self._model, self._requests, self._max_model_len, self._resuming)
+        served = Served(self.models, self._open, self._resuming)
         return InferenceServicer(served, guards, self._tracer)
 
     @property
     def num_open(self) -> int:
         """Client requests whose responses are not complete."""
-        return self._requests.num_open
+        return sum(backend.requests.num_open for backend in self.models)
 
     async def drain(self) -> None:
         """Refuses new requests, and waits for the running ones for at most the drain timeout."""
         self.health.not_ready = "draining"
-        self._requests.drain()
+        for backend in self.models:
+            backend.requests.drain()
+        if self._batches is not None:
+            self._batches.runs.drain()
         try:
             async with asyncio.timeout(self.config.drain_timeout_s):
-                await self._requests.wait_idle()
+                for backend in self.models:
+                    await backend.requests.wait_idle()
         except TimeoutError:
-            log.warning("drain_incomplete", requests=self._requests.num_open, waited_s=self.config.drain_timeout_s)
+            log.warning("drain_incomplete", requests=self.num_open, waited_s=self.config.drain_timeout_s)
 
     def _front(self) -> Front:
+        facts = {name: ModelFacts.from_dir(directory) for name, directory in self.config.models.items()}
         return Front(
             config=self.config,
-            generation=GenerationApi(self._model, self._requests, self._max_model_len, self._intake, self._resuming),
-            resume=ResumeApi(self._model, self._requests, self._resuming),
-            model=ModelApi(self._model, self._max_model_len, self._intake),
+            responder=self._responder,
+            responses=self._responses,
+            files=FilesApi(self._files, self._intake, max_bytes=self.config.max_file),
+            batches=BatchesApi(self._batches, self._cancels, self._intake),
+            model=ModelApi(self.models, self._intake),
+            ollama=OllamaModelApi(self.models, facts, self._intake),
             operator=self._operator,
             cancel=CancelApi(self._cancels, self._traces),
             usage=UsageApi(self._usage),
@@ -221,41 +249,34 @@ class Router:
     def _make_console(self) -> Console:
         sources = Sources(
             operator=self._operator,
-            cluster=self.cluster,
+            models=self.models,
             traces=self._traces,
             mirror=self._mirror,
             max_queued=self.config.max_num_queued_reqs,
         )
         return Console(sources, max_readers=self.config.console_clients)
 
-    def _max_model_len(self) -> int:
-        return self.cluster.max_model_len(default=self._model.max_position_embeddings)
-
     async def _follow_cluster(self, grpc_health: GrpcHealth) -> None:
         """Updates readiness, capacity and gauges whenever the set of workers changes."""
+        directory, watched = self.cluster.directory, WatchedModels(self.models, self.health, self.config)
         while True:
-            version = self.cluster.directory.version
-            ready = {tier: len(self.cluster.ready(tier)) for tier in TIERS}
-            self._gate.set_capacity(self.cluster.decode_capacity)
-            self._update_readiness(is_ready=ready["decode"] > 0)
+            version = directory.version
+            self._update_readiness(is_ready=watched.update())
             await grpc_health.set_serving(self.health.is_ready)
-            missing_prefill = self.config.prefill_expected > 0 and not ready["prefill"]
-            self.health.watch("prefill")(NO_PREFILL_WORKER if missing_prefill else None)
-            unpaired = self.cluster.unpaired_decode
-            self.health.watch("layout")(UNPAIRED.format(", ".join(unpaired)) if unpaired else None)
-            self.health.watch("transport")(self.cluster.slow_path)
-            for tier, count in ready.items():
-                self.metrics.set_workers(tier, count)
-            workers = [worker for tier in TIERS for worker in self.cluster.directory.workers_of(tier)]
+            workers = [worker for tier in TIERS for worker in directory.workers_of(tier)]
             known = {incarnation_of(worker) for worker in workers}
             self.cluster.in_flight.sweep(known)
             await self.cluster.channels.sweep(known)
             for worker in workers:
                 await self.cluster.channels.open(worker.worker_id, worker.epoch, worker.grpc_address)
-            await self.cluster.directory.wait_for_change(version)
+            await directory.wait_for_change(version)
+
+    @property
+    def _is_draining(self) -> bool:
+        return self.models.first.requests.is_draining
 
     def _update_readiness(self, *, is_ready: bool) -> None:
-        if self._requests.is_draining or is_ready == self.health.is_ready:
+        if self._is_draining or is_ready == self.health.is_ready:
             return
         self.health.not_ready = None if is_ready else NO_DECODE_WORKER
         if is_ready:
@@ -264,36 +285,12 @@ class Router:
             log.warning("router_not_ready", reason=NO_DECODE_WORKER)
 
     async def _rehearse(self) -> None:
-        requests = Requests(self.cluster, self._gate, unrecorded(self._store), self._model.tokenizer)
-        generation = rehearsal(
-            local_prefill_threshold=self.config.local_prefill_threshold,
-            max_model_len=self._max_model_len(),
-            vocab_size=self._model.vocab_size,
-        )
-        await rehearse(requests, generation)
-
-
-async def serve(config: RouterConfig) -> None:
-    """Runs the router until SIGTERM or SIGINT. Raises `SetupError`."""
-    stop = stop_event_on_signals(audit.stop_requested)
-    health = Health(not_ready=NO_DECODE_WORKER)
-    async with (
-        tracing(config, "pdserve-router") as tracer,
-        Store(config.redis_url, prefix=config.redis_prefix, on_change=health.watch("redis")) as store,
-    ):
-        model = ServedModel.load(
-            config.model_dir, config.model_name, special_tokens_in_text=config.special_tokens_in_text
-        )
-        router = Router(config, model, store, health, tracer)
-        exempt_all()
-        async with router.serving() as addresses:
-            more: dict[str, str | None] = {} if addresses.admin is None else {"admin": addresses.admin}
-            more["revision"] = router.cluster.policy.model_revision
-            log.info("router_listening", http=addresses.http, grpc=addresses.grpc, model=config.model_name, **more)
-            notify.status(NO_DECODE_WORKER)
-            await stop.wait()
-            audit.action("drain_started", requests=router.num_open)
-            log.info("router_draining")
-            notify.stopping()
-            await router.drain()
-            audit.action("drain_ended", requests_left=router.num_open)
+        for backend in self.models:
+            model, cluster = backend.model, backend.cluster
+            requests = Requests(cluster, backend.gate, unrecorded(self._store), model.tokenizer)
+            generation = rehearsal(
+                local_prefill_threshold=self.config.local_prefill_threshold,
+                max_model_len=backend.max_model_len(),
+                vocab_size=model.vocab_size,
+            )
+            await rehearse(requests, generation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from pdserve.base import notify
 from router_svc.routing.cluster import Cluster
@@ -24,9 +24,9 @@ async def report_alive() -> None:
 
 
 async def report_to_supervisor(
-    cluster: Cluster, rehearse: Callable[[], Awaitable[None]], is_draining: Callable[[], bool]
+    clusters: Sequence[Cluster], rehearse: Callable[[], Awaitable[None]], is_draining: Callable[[], bool]
 ) -> None:
-    """Reports that the router is ready once both tiers are, and what is missing before, until the router drains.
+    """Reports that the router is ready once both tiers of each model are, and what is missing before, until it drains.
 
     Probes need only decode workers. The first time `rehearse` comes first, which sends a request through the cluster.
     Returns at once without a supervisor: nobody waits for the report then.
@@ -36,8 +36,9 @@ async def report_to_supervisor(
     has_rehearsed = False
     reported: str | None = ""
     while not is_draining():
-        version = cluster.directory.version
-        missing = _missing(cluster)
+        directory = clusters[0].directory
+        version = directory.version
+        missing = missing_workers(clusters)
         if missing is not None:
             notify.status(missing)
         elif missing != reported:
@@ -45,9 +46,17 @@ async def report_to_supervisor(
                 has_rehearsed = True
                 notify.status("sending a first request through the cluster")
                 await rehearse()
-            notify.ready()
+            await notify.report_ready()
         reported = missing
-        await cluster.directory.wait_for_change(version)
+        await directory.wait_for_change(version)
+
+
+def missing_workers(clusters: Sequence[Cluster]) -> str | None:
+    """Which tier has no worker that is ready; of several models, each that lacks one is named. None: all have."""
+    found = [(cluster.policy.model_name, missing) for cluster in clusters if (missing := _missing(cluster)) is not None]
+    if len(clusters) == 1:
+        return found[0][1] if found else None
+    return "; ".join(f"{name}: {missing}" for name, missing in found) or None
 
 
 def _missing(cluster: Cluster) -> str | None:

@@ -71,5 +71,7 @@ def pytest_asyncio_loop_factories(
 
 def pytest_unconfigure() -> None:
     """A thread that never ends would keep the interpreter from exiting: its stack is shown and the process ended."""
-    gc.unfreeze()  # Else Triton's library reports all of its objects as leaked.
+    # At the very end, else pytest's last collections look at everything, and not at all in a process that ends by
+    # `os._exit`. Triton's library would report all of its objects as leaked.
+    atexit.register(gc.unfreeze)
     faulthandler.dump_traceback_later(_TIME_TO_EXIT_S, exit=True)

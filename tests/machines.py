@@ -2,8 +2,8 @@
 
 Each row is one setting with the suites it can affect. The settings stand for other machines: libraries without
 AVX-512, each instruction set of the kernels, one core, half a core, and steps that take next to no time. More rows run
-what takes too long for `make test`: the model's exactness at full depth, a router that is killed, and all faults at
-once.
+what takes too long for `make test`: the model's exactness at full depth, larger searches, a router that is killed, and
+all faults at once.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from pathlib import Path
 
 from kernels.choice import instruction_sets
 
+_INTEGRATION = Path(__file__).parent / "integration"
 KERNELS = ("tests/unit/kernels", "tests/property/kernels")
 ENGINE = ("tests/unit/engine", "tests/property/engine")
 EXACTNESS = ("tests/property/model", "tests/golden")
 ANSWERS = ("tests/integration/test_exactness.py",)
+#: Tests that start clusters or share them: all files of the folder.
+SHARED_CLUSTERS = tuple(sorted(f"tests/integration/{file.name}" for file in _INTEGRATION.glob("test_*.py")))
 CHAOS = ("tests/chaos/test_chaos_command.py",)
 WORKER_LOST = ("tests/chaos/test_worker_lost.py",)
 #: Chaos tests that hold with any model. The others ask the default model questions or never load one.
@@ -72,15 +75,27 @@ def rows() -> list[Row]:
                 "tests/property/engine",
                 "tests/property/decode_svc",
                 "tests/property/prefill_svc",
+                "tests/property/router_svc/api",
+                "tests/unit/decode_svc",
                 "tests/unit/kernels",
                 "tests/unit/benchmarks/test_gpu.py",
+                "tests/unit/engine/test_step_ahead_on_device.py",
+                "tests/integration/test_structured_output.py",
+                "tests/integration/test_token_rules.py",
+                "tests/integration/test_several_models.py",
                 "tests/golden/test_default_model.py",
+                "tests/integration/router_svc/request/test_resume.py",
+                "tests/integration/router_svc/request/test_resume_limits.py",
                 "tests/integration/services/test_ranks.py",
-                *ANSWERS,
-                "tests/integration/test_equivalence.py",
-                "tests/integration/test_tracing.py",
+                "tests/integration/services/test_segments.py",
+                *SHARED_CLUSTERS,
                 *ANY_MODEL,
             ),
+            environment={"PDSERVE_TEST_DEPTH": "full"},
+        ),
+        Row(
+            name="searches",
+            suites=("tests/model_check", "tests/simulation"),
             environment={"PDSERVE_TEST_DEPTH": "full"},
         ),
         Row(
@@ -88,7 +103,22 @@ def rows() -> list[Row]:
             suites=("tests/integration/router_svc/test_killed_router.py",),
             environment={"PDSERVE_TEST_DEPTH": "full"},
         ),
-        Row(name="chaos", suites=(*CHAOS, "tests/chaos/test_drain.py"), environment={"PDSERVE_TEST_DEPTH": "full"}),
+        Row(
+            name="chaos",
+            suites=(
+                *CHAOS,
+                "tests/chaos/test_cannot_start.py",
+                "tests/chaos/test_drain.py",
+                "tests/chaos/test_poison.py",
+                "tests/chaos/test_rank_lost.py",
+                "tests/chaos/test_roles.py",
+                "tests/chaos/test_rolling_restart.py",
+                "tests/chaos/test_router_lost.py",
+                "tests/chaos/test_short_of_blocks.py",
+                "tests/chaos/test_unequal_workers.py",
+            ),
+            environment={"PDSERVE_TEST_DEPTH": "full"},
+        ),
         Row(
             name="chaos-hour",
             suites=CHAOS,
@@ -101,7 +131,11 @@ def rows() -> list[Row]:
         ),
         Row(
             name="full-depth-gpu",
-            suites=("tests/integration/services/test_on_gpu.py",),
+            suites=(
+                "tests/integration/services/test_on_gpu.py",
+                "tests/unit/benchmarks/test_gpu_simulated.py",
+                "tests/unit/kernels/triton/test_decoder.py::TestOnHardware",
+            ),
             environment={"PDSERVE_TEST_DEPTH": "full", "PDSERVE_TEST_GPU": "simulated"},
         ),
     ]

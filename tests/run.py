@@ -35,7 +35,6 @@ SIMULATED_GPU = (
     "tests/unit/worker/ranks/test_follower.py::TestOnHardware",
     "tests/unit/worker/kv_bytes/test_device_copies_on_device.py",
     "tests/integration/services/test_on_gpu.py",
-    "tests/unit/benchmarks/test_gpu_simulated.py::test_a_row_is_measured[idle-1]",
 )
 
 
@@ -54,13 +53,18 @@ def lanes(*, num_workers: int) -> dict[str, tuple[Command, ...]]:
     return {"lint": (*(Command(arguments=arguments) for arguments in LINT),), "gpu": (simulated,), "tests": (tests,)}
 
 
+def _inherited() -> dict[str, str]:
+    """Our environment. Bytecode is written: hundreds of processes, one after the other, import the same modules."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 async def _run(lane: str, command: Command, counts: Counter[str]) -> bool:
     """Runs one command, prints its lines as they come, and adds what pytest counted. True if it succeeded."""
     program, *arguments = command.arguments
     process = await asyncio.create_subprocess_exec(
         BIN / program,
         *arguments,
-        env={**os.environ, **ENVIRONMENT, **command.environment},
+        env={**_inherited(), **ENVIRONMENT, **command.environment},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -108,7 +112,7 @@ def main() -> int:
     """Returns the exit status: 0 if everything succeeded."""
     parser = argparse.ArgumentParser(description=__doc__)
     # Two of them run the tests with clusters, which mostly wait; more would take more memory than time.
-    default = len(os.sched_getaffinity(0)) + 1
+    default = len(os.sched_getaffinity(0)) + 2
     parser.add_argument("--workers", type=int, default=default, help="pytest processes of the main lane")
     return asyncio.run(_run_all(parser.parse_args().workers))
 

@@ -89,6 +89,10 @@ class RolesService:
         for service in self._services.values():
             service.stay()
 
+    async def rebalance(self, num_sequences: int) -> int:
+        """Asks requests of the present tier to move."""
+        return await self._present.rebalance(num_sequences)
+
     def take_role(self, tier: Tier) -> None:
         """Prompts that are here are computed and sent. Decode requests that would take long move, where they can."""
         if self._leaving is not None:

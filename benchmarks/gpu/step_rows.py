@@ -25,7 +25,7 @@ from pdserve.engine.device_runner import DeviceRunner
 from pdserve.engine.graphs import CudaRecorder, DeviceDecoder, GraphConfig
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import ReportLayers, Results
-from pdserve.engine.sequence import SequenceLimits
+from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.engine.step import StepPlan
 from pdserve.engine.stepper import Stepper
 from pdserve.model.batch import Batch

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.sampling import NativeSampler, RowSampler
-from kernels.decoder import DecoderShape, DecoderWeights, LayerListener, LayerWeights
+from kernels.decoder import (
+    DecoderShape,
+    DecoderWeights,
+    Interrupt,
+    LayerListener,
+    LayerWeights,
+    PassInterrupted,
+)
 from kernels.ops import KvRows
 
 #: Numbers shared with `src/module.cpp`: types in memory, and formats of packed weights.
@@ -74,7 +81,7 @@ class _NativeDecoder(NativeSampler, Protocol):
 
     def add_layer(self, **weights: object) -> None: ...
     def finish(self, **weights: object) -> None: ...
-    def forward(self, *numbers: int) -> None: ...
+    def forward(self, *numbers: int) -> bool: ...
 
 
 class NativeModule(Protocol):
@@ -141,6 +148,7 @@ class CpuDecoder:
         """`cos_sin`: float32 [max_positions, 2, head_dim]."""
         dtype = weights.norm.dtype
         self._vocab_size = shape.vocab_size
+        self._hidden_size = shape.hidden_size
         self._kv_type = TYPES[dtype]
         # Read in place, so they must live as long as the decoder.
         self._embedding = weights.embedding.contiguous()
@@ -158,6 +166,7 @@ class CpuDecoder:
         self._logits = torch.empty(0, self._decoder.logits_stride)
         self._current_logits = self._logits[:, : shape.vocab_size]
 
+        self.interrupt = Interrupt()
         #: Samples with the decoder's threads. Not during a forward pass.
         self.row_sampler = RowSampler(self._decoder)
 
@@ -180,23 +189,15 @@ class CpuDecoder:
         logits_rows: Tensor,
         kv_cache: Tensor,
         on_layer: LayerListener | None = None,
+        *,
+        hidden_only: bool = False,
     ) -> Tensor:
-        indices = (
-            token_ids,
-            rows.positions,
-            rows.slot_mapping,
-            rows.query_starts,
-            rows.context_lens,
-            rows.block_tables,
-            logits_rows,
-        )
-        assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in indices)
-        assert kv_cache.is_contiguous()
-        assert TYPES[kv_cache.dtype] == self._kv_type
+        indices = (token_ids, *_indices(rows), logits_rows)
+        self._check(indices, kv_cache)
         num_logits = len(logits_rows)
-        self._reserve(num_logits)
+        out = self._hidden(num_logits) if hidden_only else self._reserve(num_logits)
         block, layer, kv, head, _, _ = kv_cache.stride()
-        self._decoder.forward(
+        is_complete = self._decoder.forward(
             len(token_ids),
             len(rows.context_lens),
             num_logits,
@@ -209,16 +210,34 @@ class CpuDecoder:
             kv,
             head,
             kv_cache.shape[4],
-            self._logits.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            hidden_only,
+            self.interrupt.address,
         )
-        return self._current_logits
+        if not is_complete:
+            raise PassInterrupted
+        return out
 
-    def _reserve(self, num_logits: int) -> None:
-        """Keeps memory and views: new memory costs page faults, and even a view costs 0.1 ms with cold caches."""
+    def _check(self, indices: tuple[Tensor, ...], kv_cache: Tensor) -> None:
+        assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in indices)
+        assert kv_cache.is_contiguous()
+        assert TYPES[kv_cache.dtype] == self._kv_type
+
+    def _hidden(self, num_rows: int) -> Tensor:
+        return torch.empty(num_rows, self._hidden_size)
+
+    def _reserve(self, num_logits: int) -> Tensor:
+        """Memory for logits, kept with its views: new memory costs page faults, and a view 0.1 ms with cold caches."""
         if num_logits > len(self._logits):
             self._logits = torch.empty(num_logits, self._decoder.logits_stride)
         if num_logits != len(self._current_logits):
             self._current_logits = self._logits[:num_logits, : self._vocab_size]
+        return self._current_logits
+
+
+def _indices(rows: KvRows) -> tuple[Tensor, ...]:
+    return rows.positions, rows.slot_mapping, rows.query_starts, rows.context_lens, rows.block_tables
 
 
 def _new_decoder(shape: DecoderShape, dtype: torch.dtype, code: NativeCode, threads: Threads) -> _NativeDecoder:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,11 +18,11 @@ MAX_ALTERNATIVES = 20
 
 #: The fields of `SampleRequest` up to `num_alternatives`, and the others.
 _SETTINGS = Struct("=qdddqQqqq")
-_EDITS = Struct("=qqqqqqdddqq")
+_EDITS = Struct("=qqqqqqdddqqq")
 _REQUEST_BYTES = _SETTINGS.size + _EDITS.size
 _NO_EDITS = bytes(_EDITS.size)
 #: Fields of `SampleResult`.
-_TOKEN, _RANK, _LOGPROB, _NUM_TOP, _TOP_IDS = range(5)
+_TOKEN, _RANK, _LOGPROB, _LOG_TOTAL, _NUM_TOP, _TOP_IDS = range(6)
 _TOP_LOGPROBS = _TOP_IDS + MAX_ALTERNATIVES
 _RESULT_FIELDS = _TOP_LOGPROBS + MAX_ALTERNATIVES
 _SEED_MASK = 2**64 - 1
@@ -47,6 +49,8 @@ class Edits:
     frequency_penalty: float
     #: Ids that must not be sampled.
     banned: Sequence[int]
+    #: Bit i % 32 of word i // 32 says whether id i may be sampled, for the whole vocabulary; None: all may. Not copied.
+    allowed: npt.NDArray[np.uint32] | None = None
 
 
 @dataclass(slots=True, kw_only=True)  # Not frozen: every step makes one per row, and freezing takes longer.
@@ -74,6 +78,8 @@ class Alternatives:
 
     logprob: float
     rank: int
+    #: Logarithm of the sum of all exponentials.
+    log_total: float
     top_ids: list[int]
     top_logprobs: list[float]
 
@@ -83,7 +89,7 @@ class PackedRequest:
     """A request as memory. `held` is memory whose addresses it has."""
 
     fields: bytes
-    held: list[array[int] | array[float]]
+    held: list[array[int] | array[float] | npt.NDArray[np.uint32] | None]
 
 
 def pack(request: SampleRequest) -> PackedRequest:
@@ -139,6 +145,7 @@ class RowSampler:
         return Alternatives(
             logprob=floats[_LOGPROB],
             rank=fields[_RANK],
+            log_total=floats[_LOG_TOTAL],
             top_ids=fields[_TOP_IDS : _TOP_IDS + count],
             top_logprobs=floats[_TOP_LOGPROBS : _TOP_LOGPROBS + count],
         )
@@ -152,20 +159,25 @@ class RowSampler:
         self._results = torch.empty(count, _RESULT_FIELDS, dtype=torch.int64)
 
 
-def _pack_edits(edits: Edits) -> tuple[bytes, list[array[int] | array[float]]]:
-    bias, bias_ids, banned = array("f", edits.bias.values()), array("q", edits.bias), array("q", edits.banned)
+def _pack_edits(edits: Edits) -> tuple[bytes, list[array[int] | array[float] | npt.NDArray[np.uint32] | None]]:
+    bias = bias_ids = banned = None
+    if edits.bias:
+        bias, bias_ids = array("f", edits.bias.values()), array("q", edits.bias)
+    if edits.banned:
+        banned = array("q", edits.banned)
     tokens, num_tokens = (0, 0) if edits.tokens is None else edits.tokens.buffer_info()
     packed = _EDITS.pack(
-        bias.buffer_info()[0] if bias else 0,
-        bias_ids.buffer_info()[0],
-        len(bias),
+        0 if bias is None else bias.buffer_info()[0],
+        0 if bias_ids is None else bias_ids.buffer_info()[0],
+        len(edits.bias),
         tokens,
         num_tokens,
         edits.num_prompt,
         edits.repetition_penalty,
         edits.presence_penalty,
         edits.frequency_penalty,
-        banned.buffer_info()[0] if banned else 0,
-        len(banned),
+        0 if banned is None else banned.buffer_info()[0],
+        len(edits.banned),
+        0 if edits.allowed is None else edits.allowed.ctypes.data,
     )
-    return packed, [bias, bias_ids, banned]
+    return packed, [bias, bias_ids, banned, edits.allowed]

@@ -120,6 +120,7 @@ class TritonDecoder:
         self._kv_scales = kv_scales
         matrices = [matrix for layer in self._layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         self.weight_bytes = sum(matrix.nbytes for matrix in (*matrices, self._lm_head))
+        self.interrupt = None
 
     @torch.inference_mode()
     def forward(
@@ -129,6 +130,8 @@ class TritonDecoder:
         logits_rows: Tensor,
         kv_cache: Tensor,
         on_layer: LayerListener | None = None,
+        *,
+        hidden_only: bool = False,
     ) -> Tensor:
         eps = self._shape.rms_norm_eps
         kv = self._ops.paged_kv(rows, kv_cache, self._cos_sin, self._shape.scale, kv_scales=self._kv_scales)
@@ -146,6 +149,8 @@ class TritonDecoder:
             next_norm = self._norm if is_last else self._layers[index + 1].input_norm
             down = self._ranks.all_reduce(self._ops.linear(gated, layer.down, layer.down_bias))
             normed, hidden = add_rms_norm(down, hidden, next_norm, eps, in_place=True)
+        if hidden_only:
+            return normed.float()
         logits = self._ops.linear(normed, self._lm_head, out_dtype=torch.float32)
         return self._ranks.gather_columns(logits, self._shape.vocab_size)
 

@@ -84,6 +84,7 @@ def _logprobs_kernel(
     rank_ptr,
     top_ids_ptr,
     top_logprobs_ptr,
+    log_total_ptr,
     vocab,
     max_logprobs,
     BLOCK: tl.constexpr,
@@ -98,6 +99,7 @@ def _logprobs_kernel(
     rank = tl.full([], 0, tl.int64)
     top_ids = tl.full([OUTPUTS], -1, tl.int64)
     top_logprobs = tl.full([OUTPUTS], float("nan"), tl.float32)
+    log_total = tl.full([], float("nan"), tl.float64)
     if (index >= 0) & (token >= 0) & (wanted >= 0):
         x_ptr = logits_ptr + index * logits_stride
         chosen = tl.load(x_ptr + token)
@@ -108,6 +110,7 @@ def _logprobs_kernel(
         top_ids, top_logprobs = _top(x_ptr, vocab, count, log_total, BLOCK, ROUNDS, OUTPUTS)
     tl.store(logprob_ptr + row, logprob)
     tl.store(rank_ptr + row, rank)
+    tl.store(log_total_ptr + row, log_total)
     outputs = tl.arange(0, OUTPUTS)
     tl.store(top_ids_ptr + row * max_logprobs + outputs, top_ids, mask=outputs < max_logprobs)
     tl.store(top_logprobs_ptr + row * max_logprobs + outputs, top_logprobs, mask=outputs < max_logprobs)
@@ -123,11 +126,13 @@ def log_probabilities(logits: Tensor, rows: SampleRows, token_ids: Tensor, max_l
     assert logits.stride(1) == 1
     num_rows, vocab = rows.num_rows, logits.shape[1]
     device = logits.device
+    log_total = torch.empty(num_rows, dtype=torch.float64, device=device)
     logprobs = RowLogprobs(
         logprob=torch.empty(num_rows, dtype=torch.float32, device=device),
         rank=torch.empty(num_rows, dtype=torch.int64, device=device),
         top_ids=torch.empty(num_rows, max_logprobs, dtype=torch.int64, device=device),
         top_logprobs=torch.empty(num_rows, max_logprobs, dtype=torch.float32, device=device),
+        listed_logprobs=torch.empty(num_rows, rows.listed_ids.shape[1], dtype=torch.float32, device=device),
     )
     if num_rows > 0:
         block = min(_BLOCK, max(128, triton.next_power_of_2(vocab)))
@@ -141,6 +146,7 @@ def log_probabilities(logits: Tensor, rows: SampleRows, token_ids: Tensor, max_l
             logprobs.rank,
             logprobs.top_ids,
             logprobs.top_logprobs,
+            log_total,
             vocab,
             max_logprobs,
             BLOCK=block,
@@ -149,4 +155,8 @@ def log_probabilities(logits: Tensor, rows: SampleRows, token_ids: Tensor, max_l
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,
         )
+        if rows.listed_ids.shape[1]:
+            # Padding and unused rows read the first logit; nobody reads what comes of it.
+            listed = logits[rows.logits_index.clamp(min=0)[:, None], rows.listed_ids.clamp(min=0)]
+            torch.sub(listed.double(), log_total[:, None], out=logprobs.listed_logprobs)
     return logprobs

@@ -1,4 +1,4 @@
-"""Edits logits before a token is chosen (bias, penalties, bans), in a copy of the rows that need it."""
+"""Edits logits before a token is chosen (bias, penalties, bans, grammar), in a copy of the rows that need it."""
 
 from __future__ import annotations
 
@@ -20,23 +20,33 @@ def _copy_kernel(
     bias_starts_ptr,
     banned_starts_ptr,
     slot_ptr,
+    allowed_slot_ptr,
+    allowed_ptr,
+    num_words,
     edited_ptr,
     is_edited_ptr,
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Copies a piece of a row's logits if the row needs edits, and records whether it does."""
+    """Copies a piece of a row's logits if the row needs edits, and records whether it does.
+
+    Logits of tokens that are not allowed become minus infinity, which no other edit changes.
+    """
     row = tl.program_id(0)
     piece = tl.program_id(1)
     index = tl.load(index_ptr + row)
     num_edits = tl.load(bias_starts_ptr + row + 1) - tl.load(bias_starts_ptr + row)
     num_edits += tl.load(banned_starts_ptr + row + 1) - tl.load(banned_starts_ptr + row)
-    is_edited = (index >= 0) & ((num_edits > 0) | (tl.load(slot_ptr + row) >= 0))
+    allowed_slot = tl.load(allowed_slot_ptr + row)
+    is_edited = (index >= 0) & ((num_edits > 0) | (tl.load(slot_ptr + row) >= 0) | (allowed_slot >= 0))
     if piece == 0:
         tl.store(is_edited_ptr + row, is_edited.to(tl.int32))
     if is_edited:
         ids = piece * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + index * logits_stride + ids, mask=ids < vocab)
+        if allowed_slot >= 0:
+            words = tl.load(allowed_ptr + allowed_slot * num_words + ids // 32, mask=ids < vocab, other=0)
+            x = tl.where((words >> (ids % 32)) & 1 != 0, x, float("-inf"))
         tl.store(edited_ptr + row.to(tl.int64) * vocab + ids, x, mask=ids < vocab)
 
 
@@ -130,11 +140,13 @@ def _history_kernel(
 def edit_logits(logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
     """Edited logits, float32 [num_rows, vocab], and which rows have edits, int32 [num_rows].
 
-    logits: float32 [num_logits, vocab], not modified. Rows without bias, penalties or bans are not written.
+    logits: float32 [num_logits, vocab], not modified. Rows without edits are not written.
     """
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
     vocab = logits.shape[1]
+    assert rows.allowed_words.is_contiguous()
+    assert not len(rows.allowed_words) or rows.allowed_words.shape[1] == triton.cdiv(vocab, 32)
     edited = torch.empty(rows.num_rows, vocab, dtype=torch.float32, device=logits.device)
     is_edited = torch.empty(rows.num_rows, dtype=torch.int32, device=logits.device)
     if rows.num_rows == 0:
@@ -147,6 +159,9 @@ def edit_logits(logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
         rows.bias_starts,
         rows.banned_starts,
         rows.history_slot,
+        rows.allowed_slot,
+        rows.allowed_words,
+        rows.allowed_words.shape[1],
         edited,
         is_edited,
         vocab,

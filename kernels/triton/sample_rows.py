@@ -13,7 +13,7 @@ from torch import Tensor
 #: once.
 MAX_ROWS = 256
 _RAGGED = ("bias_starts", "banned_starts")
-_SHARED = ("history", "bias_ids", "bias_values", "banned_ids")
+_SHARED = ("history", "bias_ids", "bias_values", "banned_ids", "allowed_words")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,8 @@ class SampleRows:
     frequency_penalty: Tensor
     #: int32: number of alternatives to report; 0: only the token's own log-probability; -1: none.
     num_logprobs: Tensor
+    #: int64 [num_rows, max_listed]: tokens to report beside the alternatives; -1 behind the last one of a row.
+    listed_ids: Tensor
     #: int64: slot in `history`; -1: the row has no penalties.
     history_slot: Tensor
     history: TokenHistory
@@ -73,6 +75,10 @@ class SampleRows:
     #: int64 [num_rows + 1], and the ids that may not be chosen now (int64).
     banned_starts: Tensor
     banned_ids: Tensor
+    #: int64: row of `allowed_words`; -1: the row may have any token.
+    allowed_slot: Tensor
+    #: int32 [num_slots, ceil(vocab / 32)]: bit i % 32 of word i // 32 says whether id i may be chosen.
+    allowed_words: Tensor
 
     @property
     def num_rows(self) -> int:
@@ -101,6 +107,8 @@ class RowLogprobs:
     top_ids: Tensor
     #: float32 [num_rows, max_logprobs].
     top_logprobs: Tensor
+    #: float32 [num_rows, max_listed], of `listed_ids`.
+    listed_logprobs: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

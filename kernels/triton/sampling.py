@@ -225,6 +225,7 @@ def _concatenated(chunks: list[SampledTokens]) -> SampledTokens:
             rank=torch.cat([each.rank for each in logprobs]),
             top_ids=torch.cat([each.top_ids for each in logprobs]),
             top_logprobs=torch.cat([each.top_logprobs for each in logprobs]),
+            listed_logprobs=torch.cat([each.listed_logprobs for each in logprobs]),
         )
         if logprobs
         else None,

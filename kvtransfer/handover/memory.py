@@ -63,7 +63,8 @@ class BlockMemory(Protocol):
     async def lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
         """Memory for these bundles, uint8 [blocks * block_bytes] each. The caller gives every buffer back.
 
-        Waits, first come first served, while other transfers hold too much of it.
+        Waits, first come first served, while other transfers hold too much of it. Each of them ends with its lease,
+        which may be kept for long: a caller that may have to leave cancels the wait.
 
         Raises: NoFreeBlocks for more than `max_blocks`.
         """

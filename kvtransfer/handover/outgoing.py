@@ -256,6 +256,8 @@ class OutgoingTransfer:
         for effect in self._machine.handle(event, self._loop.time()):
             match effect:
                 case WatchLease(until=until):
+                    if self._timer is not None:
+                        self._timer.cancel()
                     self._timer = self._loop.call_at(until, self._handle, TimePassed())
                 case StopSending(error=error):
                     self._stopped.set_result(error)

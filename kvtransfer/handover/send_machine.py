@@ -29,6 +29,9 @@ from kvtransfer.handover.events import (
 from kvtransfer.handover.layer_groups import TransferShape
 from pdserve.base.errors import PdserveError, PeerLost, TransferTimeout
 
+#: How long an aborted transfer waits for the next of its messages to leave. A decode worker that lives takes them.
+ABORTED_S = 5.0
+
 
 class SendState(Enum):
     """State of a transfer at the prefill worker."""
@@ -98,6 +101,8 @@ class SendMachine:
         self._outstanding: set[int] = set()
         self._error: PdserveError | None = None
         self._disconnected = False
+        #: End of the lease when the transfer was aborted; None: it was not.
+        self._aborted_until: float | None = None
         self._story = [self.state.value]
 
     @property
@@ -149,7 +154,7 @@ class SendMachine:
             case LeaseKept():
                 return self._on_lease_kept(now)
             case Aborted():
-                return self._on_aborted()
+                return self._on_aborted(now)
             case TimePassed():
                 return self._on_time(now)
 
@@ -173,6 +178,7 @@ class SendMachine:
         if event.error is None:
             self.num_sent += 1
         if self.state is SendState.DRAINING:
+            self._watch_aborted(now)
             return self._try_release()
         if event.error is not None:
             return self._drain(event.error)
@@ -196,8 +202,19 @@ class SendMachine:
             self._renew_lease(now)
         return []
 
-    def _on_aborted(self) -> list[SendEffect]:
-        return self._drain(None) if self.state in (SendState.SENDING, SendState.COMMITTING) else []
+    def _on_aborted(self, now: float) -> list[SendEffect]:
+        if self.state not in (SendState.SENDING, SendState.COMMITTING):
+            return []
+        self._aborted_until = self.deadline
+        self._watch_aborted(now)
+        effects = self._drain(None)
+        # Its timer may come late: then the time is over already.
+        return [*effects, *self._on_time(now)] if self._outstanding else effects
+
+    def _watch_aborted(self, now: float) -> None:
+        """Nobody waits for an aborted transfer, and a newer attempt of the request may wait for its end."""
+        if self._aborted_until is not None:
+            self.deadline = min(self._aborted_until, now + ABORTED_S)
 
     def _on_time(self, now: float) -> list[SendEffect]:
         if self.state is SendState.CLOSED or self._disconnected:

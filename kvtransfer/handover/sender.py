@@ -66,7 +66,8 @@ class Sender:
     async def open(self, ticket: Ticket, *, request_id: RequestId) -> AsyncIterator[OutgoingTransfer]:
         """One transfer. However the block ends, nothing reads the pushed blocks any more: they may be freed.
 
-        Leaving it without `finish` aborts the transfer; that waits for what is on the wire, at most for the lease.
+        Leaving it without `finish` aborts the transfer. That waits for what is on the wire, as long as a message leaves
+        every `ABORTED_S`, and at most for the lease.
         Raises: LayoutMismatch, TransferError when the ticket is for another transport, PeerLost, TransferTimeout.
         """
         self.require_compatible(ticket)

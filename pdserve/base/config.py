@@ -19,6 +19,7 @@ from types import UnionType
 from typing import Any, TypeVar
 
 from pdserve.base.errors import SetupError
+from pdserve.base.flag_actions import JoinedLines, JoinedWords, OneFlagPerLine
 
 T = TypeVar("T")
 
@@ -41,6 +42,8 @@ class OptionSpec:
     positional: bool = False
     #: Whether the flag takes several words. `parse` gets them joined by spaces.
     several: bool = False
+    #: Whether the flag may be given several times. `parse` gets the values as lines.
+    repeated: bool = False
 
 
 def option(
@@ -66,6 +69,14 @@ def positional(default: Any, *, help: str, metavar: str | None = None) -> Any:
 def words_option(default: Any, *, help: str, parse: Callable[[str], Any], metavar: str | None = None) -> Any:
     """A field whose flag takes one or more words. `parse` gets them joined by spaces."""
     spec = OptionSpec(help=help, metavar=metavar, parse=parse, several=True)
+    return dataclasses.field(default=default, metadata={_SPEC: spec})
+
+
+def repeated_option(
+    default: Any = dataclasses.MISSING, *, help: str, metavar: str | None = None, positional: bool = False
+) -> Any:
+    """A field of texts: one for each time that its flag or argument is given, and for each line of its variable."""
+    spec = OptionSpec(help=help, metavar=metavar, parse=parse_lines, positional=positional, repeated=True)
     return dataclasses.field(default=default, metadata={_SPEC: spec})
 
 
@@ -102,17 +113,22 @@ def parse_ints(text: str) -> tuple[int, ...]:
     return tuple(values)
 
 
+def parse_lines(text: str) -> tuple[str, ...]:
+    """The lines that are not empty."""
+    return tuple(line for each in text.splitlines() if (line := each.strip()))
+
+
 def load(cls: type[T], service: str, argv: Sequence[str] | None = None, *, description: str | None = None) -> T:
     """The settings of this process. argparse exits on an unknown flag; everything else raises `SetupError`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {service}" if service.endswith("_svc") else f"pdserve {service}",
         description=description,
-        formatter_class=_HelpFormatter,
+        formatter_class=OneFlagPerLine,
         # `--prefil 3` is a mistake, not an abbreviation.
         allow_abbrev=False,
     )
     add_options(parser, cls)
-    return from_arguments(cls, service, parser.parse_args(argv))
+    return from_arguments(cls, service, parser.parse_intermixed_args(argv))
 
 
 def add_options(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
@@ -127,9 +143,11 @@ def add_options(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
         else:
             arguments["metavar"] = spec.metavar or field.name.rsplit("_", 1)[-1].upper()
         if spec.positional:
-            arguments["nargs"] = "?"
+            arguments["nargs"] = "*" if spec.repeated else "?"
         if spec.several:
-            arguments.update(nargs="+", action=_Joined)
+            arguments.update(nargs="+", action=JoinedWords)
+        if spec.repeated:
+            arguments["action"] = JoinedLines
         parser.add_argument(*flags, **arguments)
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file with any of these settings; flags and environment win"
@@ -143,7 +161,7 @@ def from_arguments(
     environment = os.environ if environment is None else environment
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    prefix = f"PDSERVE_{service.removesuffix('_svc').replace(' ', '_').upper()}__"
+    prefix = f"PDSERVE_{service.removesuffix('_svc').replace(' ', '_').replace('-', '_').upper()}__"
     sources = [
         {_flag(name): value for name, value in vars(arguments).items() if value is not None},
         _from_environment(prefix, environment, fields),
@@ -165,26 +183,6 @@ def from_arguments(
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-class _Joined(argparse.Action):
-    """Joins the words of a flag to one text."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, " ".join(values or ()))
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    """One flag per line, with the text in a column to the right of the longest flag."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=110)
 
 
 def _help_text(field: dataclasses.Field[Any]) -> str:

@@ -34,6 +34,10 @@ class TooLarge(RequestError):
     """The request would cost more than one request may: bytes, tokens, keys or log-probabilities."""
 
 
+class ContextExceeded(RequestError):
+    """The prompt with what is to be generated is longer than the context."""
+
+
 class PayloadTooLarge(TooLarge):
     """The request body exceeds the limit."""
 
@@ -162,6 +166,10 @@ class StoreError(PdserveError):
     """Redis cannot be used at present."""
 
 
+class Unreadable(StoreError):
+    """What is stored is damaged, of another version, or not from this cluster. It will not be readable later."""
+
+
 class SetupError(PdserveError):
     """The process cannot start because of a setting, the model or the machine. Shown as one line, with exit code 1.
 
@@ -200,6 +208,7 @@ _TABLE: dict[type[PdserveError], Codes] = {
     RequestError: Codes(http=400, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
     NotFound: Codes(http=404, openai_type="not_found_error", grpc="NOT_FOUND"),
     TooLarge: Codes(http=413, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
+    ContextExceeded: Codes(http=400, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
     PayloadTooLarge: Codes(http=413, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
     MethodNotAllowed: Codes(http=405, openai_type="invalid_request_error", grpc="UNIMPLEMENTED"),
     UnsupportedMediaType: Codes(http=415, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
@@ -238,6 +247,7 @@ _TABLE: dict[type[PdserveError], Codes] = {
     ),
     Cancelled: Codes(http=499, openai_type="cancelled_error", grpc="CANCELLED", openai_code="request_cancelled"),
     StoreError: Codes(http=503, openai_type="store_error", grpc="UNAVAILABLE"),
+    Unreadable: Codes(http=500, openai_type="store_error", grpc="DATA_LOSS"),
     SetupError: Codes(http=500, openai_type="internal_error", grpc="INTERNAL"),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import NewType
+from typing import NamedTuple, NewType
 
 RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
@@ -23,6 +23,13 @@ BlockTables = tuple[tuple[BlockId, ...], ...]
 BlockHash = NewType("BlockHash", bytes)
 #: A sequence within one worker: request id, "/", choice index.
 SequenceId = NewType("SequenceId", str)
+
+
+class AttemptId(NamedTuple):
+    """An attempt of a request: what an event on a worker is for."""
+
+    request_id: RequestId
+    attempt: int
 
 
 def new_epoch() -> Epoch:

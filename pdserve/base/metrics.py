@@ -70,17 +70,24 @@ class GaugeReader(Collector):
     """Reads gauges from their owners at each scrape."""
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str], *sources: GaugeSource) -> None:
-        self._labels = dict(labels)
-        self._sources = sources
+        #: Sources of each gauge, with their labels.
+        self._read = dict[str, list[tuple[dict[str, str], GaugeSource]]]()
+        self.add(labels, *sources)
         registry.register(self)
+
+    def add(self, labels: Mapping[str, str], *sources: GaugeSource) -> None:
+        """Reads these, too. Gauges of one name differ in the values of their labels."""
+        for source in sources:
+            self._read.setdefault(source.name, []).append((dict(labels), source))
 
     def collect(self) -> Iterator[Metric]:
         """The present values."""
-        for source in self._sources:
-            family = GaugeMetricFamily(f"pdserve_{source.name}", source.text, labels=list(self._labels))
-            value = source.value()
-            if value is not None:
-                family.add_metric(list(self._labels.values()), value)
+        for name, read in self._read.items():
+            family = GaugeMetricFamily(f"pdserve_{name}", read[0][1].text, labels=list(read[0][0]))
+            for labels, source in read:
+                value = source.value()
+                if value is not None:
+                    family.add_metric(list(labels.values()), value)
             yield family
 
 
@@ -116,8 +123,12 @@ class HistogramReader(Collector):
     def __init__(self, registry: CollectorRegistry, name: str, text: str, *histograms: TokenHistogram) -> None:
         self._name = f"pdserve_{name}"
         self._text = text
-        self._histograms = histograms
+        self._histograms = list(histograms)
         registry.register(self)
+
+    def add(self, histogram: TokenHistogram) -> None:
+        """Exposes this one, too."""
+        self._histograms.append(histogram)
 
     def collect(self) -> Iterator[Metric]:
         """The present buckets."""

@@ -5,21 +5,28 @@ Source: sd_notify(3).
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import socket
 
 from pdserve.base.config import variable
 
+#: Pause before a supervisor that has no room for more messages is sent the same one again.
+_RETRY_S = 0.5
+
 
 def notify(state: str) -> bool:
-    """Sends lines such as `READY=1` or `STATUS=loading` to $NOTIFY_SOCKET. False when there is no listener."""
+    """Sends lines such as `READY=1` or `STATUS=loading` to $NOTIFY_SOCKET.
+
+    False when there is no listener, or it reads nothing: a supervisor that stands still must hold nobody up.
+    """
     address = variable("NOTIFY_SOCKET")
     if not address:
         return False
     if address.startswith("@"):
         address = "\0" + address[1:]
     try:
-        _sender().sendto(state.encode(), address)
+        _sender().sendto(state.encode(), socket.MSG_DONTWAIT, address)
     except OSError:
         return False
     return True
@@ -39,6 +46,12 @@ def has_listener() -> bool:
 def ready() -> bool:
     """Reports that this process serves from now on."""
     return notify("READY=1\nSTATUS=ready")
+
+
+async def report_ready() -> None:
+    """The same, again and again until the supervisor has it, which would wait for it otherwise."""
+    while has_listener() and not ready():  # noqa: ASYNC110 - nothing says when it reads again
+        await asyncio.sleep(_RETRY_S)
 
 
 def alive() -> bool:

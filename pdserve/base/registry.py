@@ -1,11 +1,13 @@
 """The registry of workers in Redis: the worker's heartbeat, and the router's directory.
 
-`pd:worker:{id}` is a hash that expires when heartbeats end. `pd:workers` is the set of ids to look up.
+`pd:worker:{id}` is a hash that expires when heartbeats end. `pd:workers` is the set of ids to look up. A change of the
+random `pd:workers-mark` shows that Redis has lost its contents: with `FLUSHALL` it does so without an outage.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable
 
@@ -39,6 +41,8 @@ log = get_logger(__name__)
 
 WORKER_KEY = "worker:"
 WORKERS_KEY = "workers"
+MARK_KEY = "workers-mark"
+_MARK_BYTES = 8
 RECORD_TTL_S = 5.0
 
 
@@ -168,6 +172,8 @@ class WorkerDirectory:
         self._view = WorkerView(grace_s=grace_s)
         self._changes = Changes()
         self._outages = store.outages
+        #: The mark of the contents that were read last.
+        self._mark: bytes | None = None
         #: Number of failed reads of the registry.
         self.failures = 0
         #: Called with each incarnation that has ended without a drain.
@@ -211,10 +217,9 @@ class WorkerDirectory:
         ready_at = self._view.ready_at(tier, model)
         return ready_at is not None and self._clock() - ready_at <= within_s
 
-    @property
-    def ready_seconds(self) -> float:
-        """For how long workers have been ready, added up over all of them."""
-        return self._view.ready_seconds(self._clock())
+    def ready_seconds(self, model: str) -> float:
+        """For how long workers of the model have been ready, added up over all of them."""
+        return self._view.ready_seconds(self._clock(), model)
 
     async def wait_for_change(self, since: int | None = None) -> int:
         """Returns the version once it differs from `since`, which is by default the present one."""
@@ -230,15 +235,16 @@ class WorkerDirectory:
     async def _refresh(self) -> bool:
         read_at = self._clock()
         try:
-            sightings = await read_sightings(self._store, self._checks)
+            mark, sightings = await _read(self._store, self._checks)
         except StoreError:
             self.failures += 1
             return self._view.registry_lost(now=self._clock())
         changed = False
-        if self._store.outages != self._outages:
-            # Another user of the store met an outage between two reads.
+        if self._store.outages != self._outages or self._mark not in (None, mark):
+            # Between two reads, another user of the store met an outage, or Redis was emptied.
             self._outages = self._store.outages
             changed = self._view.registry_lost(now=read_at)
+        self._mark = mark
         changed = self._view.apply(sightings, read_at=read_at) or changed
         for record in self._view.vanished:
             self.on_vanished(record)
@@ -247,10 +253,20 @@ class WorkerDirectory:
 
 async def read_sightings(store: Store, checks: RecordChecks | None = None) -> list[Sighting]:
     """The readable records of all registered workers that `checks` accepts, unordered. Raises `StoreError`."""
-    checks = checks or RecordChecks(Seals())
-    reply = await store.script(LIST, keys=[store.key(WORKERS_KEY)], arguments=[store.key(WORKER_KEY)])
+    _, sightings = await _read(store, checks or RecordChecks(Seals()))
+    return sightings
+
+
+async def _read(store: Store, checks: RecordChecks) -> tuple[bytes, list[Sighting]]:
+    """The mark of the registry's contents, and what `read_sightings` returns."""
+    reply = await store.script(
+        LIST,
+        keys=[store.key(WORKERS_KEY), store.key(MARK_KEY)],
+        arguments=[store.key(WORKER_KEY), secrets.token_hex(_MARK_BYTES)],
+    )
+    mark, workers = as_list(reply)
     sightings = []
-    for entry in as_list(reply):
+    for entry in as_list(workers):
         worker_id, fields = as_list(entry)
         try:
             sightings.append(_sighting(worker_id_from(as_bytes(worker_id)), as_fields(fields), checks))
@@ -259,7 +275,7 @@ async def read_sightings(store: Store, checks: RecordChecks | None = None) -> li
         except StoreError as error:
             # One unreadable record, perhaps of another version, must not hide the other workers.
             log.warning("record_unreadable", reason=error)
-    return sightings
+    return as_bytes(mark), sightings
 
 
 def _sighting(worker_id: WorkerId, fields: dict[str, bytes], checks: RecordChecks) -> Sighting:

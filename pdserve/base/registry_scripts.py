@@ -21,10 +21,16 @@ end
 return ''
 """
 
-# KEYS: ids. ARGV: prefix of the records' keys. Returns {id, {field, value, ...}} for each, and removes ids without a
-# record: it has expired, or something else is there.
+# KEYS: ids, mark. ARGV: prefix of the records' keys, a new mark, which is set if there is none of its length. Returns
+# the mark, and {id, {field, value, ...}} for each. Removes ids without a record: it has expired, or something else is
+# there.
 LIST = """
 local workers = {}
+local mark = redis.pcall('GET', KEYS[2])
+if type(mark) ~= 'string' or #mark ~= #ARGV[2] then
+  mark = ARGV[2]
+  redis.call('SET', KEYS[2], mark)
+end
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   local fields = redis.pcall('HGETALL', ARGV[1] .. id)
   if not fields.err and #fields > 0 then
@@ -33,5 +39,5 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
     redis.call('SREM', KEYS[1], id)
   end
 end
-return workers
+return {mark, workers}
 """

@@ -32,6 +32,7 @@ from pdserve.v1.diagnostics_pb2 import (
     ChangeRoleRequest,
     DescribeRequest,
     DrainRequest,
+    RebalanceRequest,
     ReceiveProbeRequest,
     SendProbeRequest,
 )
@@ -53,6 +54,7 @@ Message = TypeVar(
     SendProbeRequest,
     DrainRequest,
     ChangeRoleRequest,
+    RebalanceRequest,
 )
 
 #: Time for which a message may be on its way, the difference of two clocks included.
@@ -77,6 +79,7 @@ class Purpose(StrEnum):
     PROBE = "test_transfer"
     DRAIN = "drain_request"
     ROLE = "role_request"
+    REBALANCE = "rebalance_request"
 
 
 class Refusal(StrEnum):

@@ -1,16 +1,24 @@
-"""Conversion of sampling parameters, tokens and errors to and from protobuf messages."""
+"""Conversion of parameters, tokens and errors to and from protobuf messages."""
 
 from __future__ import annotations
 
 from pdserve.base.errors import Overloaded, PdserveError, RequestError, TransferError, error_classes
-from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams, TokenLogprobs
+from pdserve.base.pooling import Pooling, PoolingKind
+from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams, ThinkingBudget, TokenLogprobs
 from pdserve.v1 import common_pb2 as pb
+from pdserve.v1 import prefill_pb2
 
 _FINISH_TO_WIRE = {
     None: pb.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
+_KIND_TO_WIRE = {
+    PoolingKind.LAST: prefill_pb2.POOLING_KIND_LAST,
+    PoolingKind.CLS: prefill_pb2.POOLING_KIND_CLS,
+    PoolingKind.MEAN: prefill_pb2.POOLING_KIND_MEAN,
+}
+_KIND_FROM_WIRE = {wire: kind for kind, wire in _KIND_TO_WIRE.items()}
 #: Longest wait before a retry that another process may report.
 _MAX_WAIT_S = 86_400.0
 _FINISH_FROM_WIRE = {wire: value for value, wire in _FINISH_TO_WIRE.items()}
@@ -33,9 +41,23 @@ def sampling_to_wire(params: SamplingParams) -> pb.SamplingParams:
         max_tokens=params.max_tokens,
         seed=params.seed,
         n=params.n,
+        grammar=params.grammar,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=[pb.TokenSequence(token_ids=word) for word in params.bad_words],
+        logprob_token_ids=params.logprob_token_ids,
     )
     if params.logprobs is not None:
         message.logprobs = params.logprobs
+    if params.thinking is not None:
+        message.thinking.CopyFrom(
+            pb.ThinkingBudget(
+                max_tokens=params.thinking.max_tokens,
+                is_open=params.thinking.is_open,
+                opening=params.thinking.opening,
+                closings=params.thinking.closings,
+                closing_token_ids=params.thinking.closing_token_ids,
+            )
+        )
     return message
 
 
@@ -57,6 +79,21 @@ def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
         seed=message.seed,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         n=message.n,
+        grammar=message.grammar,
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
+        logprob_token_ids=tuple(message.logprob_token_ids),
+        thinking=_thinking_from_wire(message.thinking) if message.HasField("thinking") else None,
+    )
+
+
+def _thinking_from_wire(message: pb.ThinkingBudget) -> ThinkingBudget:
+    return ThinkingBudget(
+        max_tokens=message.max_tokens,
+        is_open=message.is_open,
+        opening=message.opening,
+        closings=tuple(message.closings),
+        closing_token_ids=tuple(message.closing_token_ids),
     )
 
 
@@ -82,7 +119,7 @@ def tokens_from_wire(message: pb.ChoiceTokens) -> ChoiceTokens:
         choice_index=message.choice_index,
         first_index=message.first_index,
         token_ids=tuple(message.token_ids),
-        logprobs=tuple(_logprobs_from_wire(entry) for entry in message.logprobs),
+        logprobs=tuple(logprobs_from_wire(entry) for entry in message.logprobs),
         finish_reason=_FINISH_FROM_WIRE[message.finish_reason],
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
     )
@@ -95,7 +132,8 @@ def logprobs_to_wire(value: TokenLogprobs) -> pb.TokenLogprobs:
     )
 
 
-def _logprobs_from_wire(message: pb.TokenLogprobs) -> TokenLogprobs:
+def logprobs_from_wire(message: pb.TokenLogprobs) -> TokenLogprobs:
+    """The value of a worker's message."""
     return TokenLogprobs(
         logprob=message.logprob,
         rank=message.rank,
@@ -131,3 +169,18 @@ def reported_wait(seconds: float | str) -> float:
     except ValueError:
         return 1.0
     return wait_s if 0 <= wait_s <= _MAX_WAIT_S else 1.0
+
+
+def pooling_to_wire(pooling: Pooling) -> prefill_pb2.Pooling:
+    """The message for `pooling`."""
+    return prefill_pb2.Pooling(
+        kind=_KIND_TO_WIRE[pooling.kind], dimensions=pooling.dimensions, normalizes=pooling.normalizes
+    )
+
+
+def pooling_from_wire(message: prefill_pb2.Pooling) -> Pooling:
+    """The value of a message. Raises `RequestError` for a kind that is not known here."""
+    kind = _KIND_FROM_WIRE.get(message.kind)
+    if kind is None:
+        raise RequestError(f"The pooling {message.kind} is unknown to this worker. Update the worker.", param="pooling")
+    return Pooling(kind=kind, dimensions=message.dimensions, normalizes=message.normalizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -66,6 +67,10 @@ class WorkerRecord:
     keep_alive_s: float | None = None
     #: Workers of equal layout and equal class compute equal bits. Empty: an older worker, which does not say.
     numerics_class: str = ""
+    #: Whether it takes requests whose output has to match a grammar, or thinks within a budget.
+    reads_grammars: bool = False
+    #: What it knows of sampling parameters: `pdserve.base.sampling.SAMPLING_VERSION`.
+    sampling_version: int = 0
     #: The tier in which a worker has started that can change its role; None: it has one role for life.
     home_tier: Tier | None = None
     load: WorkerLoad = WorkerLoad()
@@ -116,10 +121,10 @@ class WorkerView:
         self._ready_at: dict[tuple[Tier, str], float] = {}
         #: Incarnations that were ready and were gone at the last read. One that drains says so before.
         self.vanished: list[WorkerRecord] = []
-        #: Seconds of ready workers until `_counted_at`, over all of them, and how many are ready since.
-        self._ready_seconds = 0.0
+        #: Seconds of ready workers until `_counted_at`, and how many are ready since; both by model.
+        self._ready_seconds = dict[str, float]()
         self._counted_at = float("-inf")
-        self._num_ready = 0
+        self._num_ready = Counter[str]()
 
     @property
     def degraded(self) -> bool:
@@ -142,12 +147,13 @@ class WorkerView:
         """When a worker of the tier that serves the model was last known to be ready; None: not in the last hour."""
         return self._ready_at.get((tier, model))
 
-    def ready_seconds(self, now: float) -> float:
-        """For how long workers have been ready, added up over all of them: ten workers have ten seconds each second.
+    def ready_seconds(self, now: float, model: str) -> float:
+        """For how long the model's workers have been ready, added up: ten workers have ten seconds each second.
 
         A gap between two reads of the registry counts up to the grace time.
         """
-        return self._ready_seconds + self._num_ready * min(max(now - self._counted_at, 0.0), self._grace_s)
+        since_s = min(max(now - self._counted_at, 0.0), self._grace_s)
+        return self._ready_seconds.get(model, 0.0) + self._num_ready[model] * since_s
 
     def registry_lost(self, *, now: float) -> bool:
         """The registry is unreadable, or may have lost its contents. Returns whether anything visible changed.
@@ -213,8 +219,10 @@ class WorkerView:
         self._count_ready(now)
 
     def _count_ready(self, now: float) -> None:
-        self._ready_seconds, self._counted_at = self.ready_seconds(now), max(now, self._counted_at)
-        self._num_ready = sum(map(self._is_ready, self._known.values()))
+        models = self._ready_seconds.keys() | self._num_ready.keys()
+        self._ready_seconds = {model: self.ready_seconds(now, model) for model in models}
+        self._counted_at = max(now, self._counted_at)
+        self._num_ready = Counter(record.model for record in self._known.values() if self._is_ready(record))
 
     def _is_ready(self, record: WorkerRecord) -> bool:
         return record.ready and not self._is_lost(record)

@@ -10,12 +10,14 @@ from typing import Protocol, cast
 from pdserve import __version__
 from pdserve.base.errors import PdserveError
 
-#: Help text of each command, by the name of its module.
+#: Help text of each command, by the name of its module, with a hyphen for an underscore.
 COMMANDS = {
     "up": "start a cluster on this machine: router, prefill and decode workers, Redis",
     "chat": "chat with a running cluster in the terminal",
+    "run-batch": "run the requests of a file, and go on where an earlier run has ended",
     "status": "show the workers of a running cluster, their load and their health",
     "drain": "take a worker out of service while its requests go on elsewhere, or put it back",
+    "rebalance": "move running requests to decode workers that have fewer",
     "role": "move a worker to the other tier while it runs",
     "fetch": "download and convert a model into a directory",
     "secrets": "make the secrets, certificates and first API key of a cluster",
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {name!r} is not a pdserve command. Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     try:
-        return cast(_Command, importlib.import_module(f"pdserve.cli.{name}")).main(rest)
+        return cast(_Command, importlib.import_module(f"pdserve.cli.{name.replace('-', '_')}")).main(rest)
     except PdserveError as error:
         print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdserve.base.byte_sizes import binary_size
 from pdserve.base.errors import SetupError
+from pdserve.base.model_names import models_by_alias, models_by_name
 from pdserve.cli.placement import (
     MIN_KV_BYTES,
     CoreShare,
@@ -62,8 +63,8 @@ class ClusterPlan:
     """Everything that is decided before the first worker starts."""
 
     config: UpConfig
-    model_path: Path
-    served_name: str
+    #: Each with the name that clients use.
+    models: Sequence[PreparedModel]
     redis_url: str
     log_dir: Path
     #: One per worker: prefill first, then decode.
@@ -80,24 +81,48 @@ class ClusterPlan:
     #: Interpreter options, such as `-P`, of all services.
     python_flags: tuple[str, ...] = ()
 
+    @property
+    def workers(self) -> list[PlannedWorker]:
+        """All workers, in the order of `shares`. Numbers of a tier go on from one model to the next."""
+        tiers = (("prefill", self.config.prefill), ("decode", self.config.decode))
+        return [
+            PlannedWorker(name=f"{tier}-{index * count + number}", tier=tier, model=model)
+            for tier, count in tiers
+            for index, model in enumerate(self.models)
+            for number in range(count)
+        ]
 
-def make_plan(config: UpConfig, model: PreparedModel, redis: RedisPlan, run: RunEnvironment) -> ClusterPlan:
-    """Divides the machine among the workers. Raises `SetupError` when GPUs or memory are too small."""
-    require_memory(config, model.weight_bytes, run.hardware.free_memory_bytes)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedWorker:
+    """A worker by its name in this cluster."""
+
+    name: str
+    tier: str
+    model: PreparedModel
+
+
+def make_plan(config: UpConfig, models: Sequence[PreparedModel], redis: RedisPlan, run: RunEnvironment) -> ClusterPlan:
+    """Divides the machine among the workers.
+
+    Raises `SetupError` when GPUs or memory are too small, and for names that do not fit.
+    """
+    models = _named(config, models)
+    require_memory(config, [model.weight_bytes for model in models], run.hardware.free_memory_bytes)
     shares = share_cores(
         run.hardware.cores,
-        num_prefill=config.prefill,
-        num_decode=config.decode,
+        num_prefill=config.num_prefill,
+        num_decode=config.num_decode,
         threads_per_worker=config.threads_per_worker,
     )
     gpus = gpu_shares(config, run.hardware.num_gpus)
     kv_bytes = config.kv_cache_memory
     if not gpus and kv_bytes is None:
-        kv_bytes = kv_bytes_per_worker(run.hardware.free_memory_bytes, config.num_workers, model.weight_bytes)
+        weight_bytes = (config.prefill + config.decode) * sum(model.weight_bytes for model in models)
+        kv_bytes = kv_bytes_per_worker(run.hardware.free_memory_bytes, config.num_workers, weight_bytes)
     return ClusterPlan(
         config=config,
-        model_path=model.path,
-        served_name=config.served_model_name or model.served_name,
+        models=models,
         redis_url=redis.url,
         log_dir=run.log_dir,
         shares=lend_cores(shares) if can_lend(config) else shares,
@@ -110,23 +135,35 @@ def make_plan(config: UpConfig, model: PreparedModel, redis: RedisPlan, run: Run
     )
 
 
-def require_memory(config: UpConfig, weight_bytes: int, free_bytes: int) -> None:
-    """Raises `SetupError` when the weights and KV caches of all workers do not fit, with what would."""
-    kv_bytes = config.kv_cache_memory or MIN_KV_BYTES
-    needed = config.num_workers * (weight_bytes + kv_bytes)
-    if not weight_bytes or needed <= free_bytes:
+def _named(config: UpConfig, models: Sequence[PreparedModel]) -> list[PreparedModel]:
+    """The models with the names that clients use. Raises `SetupError` for names that do not fit."""
+    own = [model.served_name for model in models]
+    names = models_by_name([model.path for model in models], config.served_model_name or own)
+    models_by_alias(config.alias, names)
+    return [replace(model, served_name=name) for model, name in zip(models, names, strict=True)]
+
+
+def require_memory(config: UpConfig, weight_bytes: Sequence[int], free_bytes: int) -> None:
+    """Raises `SetupError` when the weights and KV caches of all workers do not fit, with what would.
+
+    `weight_bytes`: those of a worker of each model.
+    """
+    kv_bytes, all_weights = config.kv_cache_memory or MIN_KV_BYTES, sum(weight_bytes)
+    without_kv = (config.prefill + config.decode) * all_weights
+    needed = without_kv + config.num_workers * kv_bytes
+    if not all_weights or needed <= free_bytes:
         return
-    fewer = config.decode * (weight_bytes + kv_bytes)
+    fewer = config.decode * all_weights + config.num_decode * kv_bytes
     if config.prefill and fewer <= free_bytes:
         advice = f"--prefill 0 needs {binary_size(fewer)}: decode workers then also prefill"
-    elif config.kv_cache_memory and config.num_workers * weight_bytes < free_bytes:
+    elif config.kv_cache_memory and without_kv < free_bytes:
         advice = "Lower --kv-cache-memory"
     else:
         advice = "Use a smaller model, --quantization int8, or a machine with more memory"
+    weights = " or ".join(map(binary_size, weight_bytes))
     raise SetupError(
         f"The workers ({config.num_workers}) need {binary_size(needed)} of memory, and {binary_size(free_bytes)} is "
-        f"free: each has about {binary_size(weight_bytes)} of weights and {binary_size(kv_bytes)} of KV cache. "
-        f"{advice}."
+        f"free: each has about {weights} of weights and {binary_size(kv_bytes)} of KV cache. {advice}."
     )
 
 
@@ -139,7 +176,7 @@ def gpu_shares(config: UpConfig, num_gpus: int) -> list[GpuShare]:
     """Each worker's share of the GPUs; empty when workers compute on the CPU. Raises `SetupError` for too few GPUs."""
     if config.device == "cpu":
         return []
-    num_ranks = [config.num_ranks["prefill"]] * config.prefill + [config.num_ranks["decode"]] * config.decode
+    num_ranks = [config.num_ranks["prefill"]] * config.num_prefill + [config.num_ranks["decode"]] * config.num_decode
     if config.device == "cuda":
         return share_gpus(num_gpus, num_ranks=num_ranks, utilization=config.gpu_memory_utilization)
     memory = int(100 * config.gpu_memory_utilization / config.num_workers) / 100
@@ -159,7 +196,7 @@ def require_separate_gpus(config: UpConfig, num_gpus: int) -> None:
     """Raises `SetupError` where NCCL would have to connect two processes on one GPU, which it cannot."""
     if config.transport != "nccl" or config.handover_memory != "device":
         return
-    if shared := gpus_of_both_tiers(gpu_shares(config, num_gpus), config.prefill):
+    if shared := gpus_of_both_tiers(gpu_shares(config, num_gpus), config.num_prefill):
         names = " and ".join(f"cuda:{gpu}" for gpu in shared)
         raise SetupError(
             f"--transport nccl with --handover-memory device needs prefill and decode workers on different GPUs. "

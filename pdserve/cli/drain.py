@@ -73,8 +73,9 @@ def find_worker(workers: Sequence[WorkerStatus], name: str) -> WorkerStatus:
 
 
 def require_another(workers: Sequence[WorkerStatus], worker: WorkerStatus) -> None:
-    """Raises `RequestError` when no other worker of the tier is ready to take the requests."""
-    if not any(each.ready and each.tier == worker.tier and each.worker_id != worker.worker_id for each in workers):
+    """Raises `RequestError` when no other worker of the tier and model is ready to take the requests."""
+    same = [each for each in workers if (each.tier, each.model) == (worker.tier, worker.model)]
+    if not any(each.ready and each.worker_id != worker.worker_id for each in same):
         raise RequestError(
             f"{worker.worker_id} is the last ready {worker.tier} worker: its requests have nowhere to go. Start "
             f"another one, or pass --force."

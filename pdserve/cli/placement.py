@@ -137,10 +137,10 @@ def lend_cores(shares: Sequence[CoreShare]) -> list[CoreShare]:
 def kv_bytes_per_worker(available_bytes: int, num_workers: int, weight_bytes: int = 0) -> int:
     """KV cache size of each worker, in whole MiB: a fifth of what all weights leave free, at most 2 GiB each.
 
-    `weight_bytes`: of each worker. A machine with little memory gets a small cache, down to 1 MiB; the worker refuses a
-    cache that cannot hold one block.
+    `weight_bytes`: of all workers together. A machine with little memory gets a small cache, down to 1 MiB; the worker
+    refuses a cache that cannot hold one block.
     """
-    left = max(0, available_bytes - num_workers * weight_bytes)
+    left = max(0, available_bytes - weight_bytes)
     share = min(_MAX_KV_BYTES, int(left * _KV_SHARE / num_workers))
     return max(MIN_KV_BYTES, share // _MIB * _MIB)
 

@@ -67,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
 
 def require_decode_worker(workers: Sequence[WorkerStatus], worker: WorkerStatus, role: str) -> None:
     """Raises `RequestError` when no other decode worker is ready. Without prefill workers, decode workers prefill."""
-    others = [each for each in workers if each.ready and each.tier == "decode" and each.worker_id != worker.worker_id]
+    decode = [each for each in workers if each.ready and (each.tier, each.model) == ("decode", worker.model)]
+    others = [each for each in decode if each.worker_id != worker.worker_id]
     if worker.tier == "decode" and role == "prefill" and not others:
         raise RequestError(
             f"{worker.worker_id} is the last ready decode worker: without one, no request is served. Move another "

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from pdserve.base.config import load, option
 from pdserve.base.errors import SetupError
-from pdserve.cli.cluster_secrets.contents import SecretGroup, new_secrets
+from pdserve.cli.cluster_secrets.contents import STATE_SUFFIX, SecretGroup, new_secrets
 from pdserve.cli.cluster_secrets.directory import write_missing
-from pdserve.cli.cluster_secrets.kubernetes import SERVICE_ACCOUNT, api_server
+from pdserve.cli.cluster_secrets.kubernetes import SERVICE_ACCOUNT, ApiServer, api_server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +21,13 @@ class SecretsConfig:
 
     to: str | None = option(None, help="directory to write them to; what is there stays as it is", metavar="DIR")
     kubernetes_secret: str | None = option(
-        None, help="Secret to make, in a pod of Kubernetes; one that is there stays as it is", metavar="NAME"
+        None,
+        help="Secret to make, with NAME-state for the store of responses, in a pod of Kubernetes; one that is there "
+        "stays as it is",
+        metavar="NAME",
     )
     by_reader: bool = option(
-        False, help="with --to: a directory in it for each kind of reader: metrics, peers, redis, router"
+        False, help="with --to: a directory in it for each kind of reader: metrics, peers, redis, router, state"
     )
     service_account: str = option(
         str(SERVICE_ACCOUNT), help="where that pod has its token, its namespace and the API server's CA", metavar="DIR"
@@ -42,7 +45,11 @@ def main(argv: Sequence[str]) -> int:
         )
     groups = new_secrets(datetime.now(UTC))
     if config.kubernetes_secret is not None:
-        _make_secret(config.kubernetes_secret, Path(config.service_account), groups)
+        server = api_server(Path(config.service_account))
+        # The cluster's own comes last: one that lacks keys is an error, and no reason to be without the other.
+        for suffix in (STATE_SUFFIX, ""):
+            own = [group for group in groups if group.secret_suffix == suffix]
+            _make_secret(server, config.kubernetes_secret + suffix, own)
         return 0
     directory = Path(config.to or "").expanduser()
     made = write_missing(directory, groups, _show, by_reader=config.by_reader)
@@ -50,8 +57,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _make_secret(name: str, account: Path, groups: Sequence[SecretGroup]) -> None:
-    server = api_server(account)
+def _make_secret(server: ApiServer, name: str, groups: Sequence[SecretGroup]) -> None:
     files = {key: content for group in groups for key, content in group.files.items()}
     shown: list[str] = []
 

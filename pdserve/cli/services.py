@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import default_of
-from pdserve.cli.cluster_plan import ClusterPlan
+from pdserve.cli.cluster_plan import ClusterPlan, PlannedWorker, PreparedModel
 from pdserve.cli.placement import CoreShare, GpuShare
 from pdserve.cli.supervisor.spec import ProcessSpec
 from prefill_svc.config import PrefillConfig
@@ -32,7 +32,8 @@ def router_spec(plan: ClusterPlan) -> ProcessSpec:
     """The router's process."""
     config = plan.config
     flags = {
-        **_common_flags(plan),
+        **_common_flags(plan, plan.models),
+        "alias": [*config.alias],
         "host": config.host,
         "port": config.port,
         "grpc-port": config.grpc_port,
@@ -49,35 +50,36 @@ def router_spec(plan: ClusterPlan) -> ProcessSpec:
         "local-prefill-threshold": config.local_prefill_threshold,
         "local-prefill": config.local_prefill,
         "special-tokens-in-text": config.special_tokens_in_text,
+        "message-format": config.message_format,
+        "unknown-fields": config.unknown_fields,
+        "trust-request-chat-template": config.trust_request_chat_template,
+        "state-ttl-s": config.state_ttl_s,
+        "max-file": config.max_file,
+        "batch-max-num-seqs": config.batch_max_num_seqs,
         "console": config.console,
         "scheduling-policy": config.scheduling_policy,
     }
     router = _service(plan, "router", "router_svc", flags, threads=1, stage=ROUTER_STAGE)
-    if not config.api_key:
-        return router
-    # Not a flag, which every user of the machine can see.
-    return replace(router, environment={**router.environment, "PDSERVE_ROUTER__API_KEY": " ".join(config.api_key)})
+    # Not flags, which every user of the machine can see.
+    secret = {"PDSERVE_ROUTER__API_KEY": " ".join(config.api_key), "PDSERVE_ROUTER__STATE_URL": config.state_url or ""}
+    return replace(router, environment={**router.environment, **{name: text for name, text in secret.items() if text}})
 
 
 def worker_specs(plan: ClusterPlan) -> list[ProcessSpec]:
     """The workers' processes, in the order of `plan.shares`."""
-    config = plan.config
-    names = [("prefill", index) for index in range(config.prefill)]
-    names += [("decode", index) for index in range(config.decode)]
-    gpus: Sequence[GpuShare | None] = plan.gpus or [None] * len(names)
+    workers = plan.workers
+    gpus: Sequence[GpuShare | None] = plan.gpus or [None] * len(workers)
     return [
-        _worker_spec(plan, tier, index, share, gpu)
-        for (tier, index), share, gpu in zip(names, plan.shares, gpus, strict=True)
+        _worker_spec(plan, worker, share, gpu) for worker, share, gpu in zip(workers, plan.shares, gpus, strict=True)
     ]
 
 
-def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu: GpuShare | None) -> ProcessSpec:
-    config = plan.config
-    name = f"{tier}-{index}"
+def _worker_spec(plan: ClusterPlan, worker: PlannedWorker, share: CoreShare, gpu: GpuShare | None) -> ProcessSpec:
+    config, name, tier = plan.config, worker.name, worker.tier
     can_change_role = gpu is None and config.num_ranks[tier] == 1 and config.transport == "ucx"
     may_decode = can_change_role or tier == "decode"
     flags = {
-        **_common_flags(plan),
+        **_common_flags(plan, [worker.model]),
         "worker-id": plan.id_prefix + name,
         "tensor-parallel-size": config.num_ranks[tier],
         "device": None if gpu is None else gpu.device,
@@ -92,6 +94,7 @@ def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu
         "kv-cache-memory": plan.kv_cache_bytes,
         "max-model-len": config.max_model_len,
         "max-num-seqs": config.max_num_seqs if may_decode else None,
+        "itl-budget-ms": config.itl_budget_ms if may_decode else None,
         "layer-groups": config.layer_groups if may_decode else None,
         "max-num-batched-tokens": config.max_num_batched_tokens,
         "threads": share.threads,
@@ -111,10 +114,10 @@ def _cpu_list(cpus: Sequence[int]) -> str | None:
     return ",".join(map(str, cpus)) or None
 
 
-def _common_flags(plan: ClusterPlan) -> dict[str, object]:
+def _common_flags(plan: ClusterPlan, models: Sequence[PreparedModel]) -> dict[str, object]:
     return {
-        "model": plan.model_path,
-        "served-model-name": plan.served_name,
+        "model": [model.path for model in models],
+        "served-model-name": [model.served_name for model in models],
         "drain-timeout-s": plan.config.drain_timeout_s,
         "redis-prefix": plan.config.redis_prefix,
         "log-level": plan.config.log_level,
@@ -131,7 +134,9 @@ def _service(
     settings, section = _SETTINGS[module], module.removeprefix("worker_svc.").removesuffix("_svc")
     given = [
         (f"--{flag}" if value else f"--no-{flag}") if isinstance(value, bool) else f"--{flag}={_text(value)}"
-        for flag, value in flags.items()
+        for flag, values in flags.items()
+        # A list is a flag for each of its values.
+        for value in (values if isinstance(values, list) else [values])
         # A value equal to the service's default is omitted, so that the service's environment can override it.
         if value is not None and value != default_of(settings, flag.replace("-", "_"))
     ]

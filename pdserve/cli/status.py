@@ -31,6 +31,13 @@ class StatusConfig:
     json: bool = option(False, help="print the router's JSON answer instead of a table")
 
 
+class ModelStatus(BaseModel):
+    """State of one of several models."""
+
+    model: str
+    model_revision: str | None = None
+
+
 class RouterStatus(BaseModel):
     """State of the router."""
 
@@ -42,6 +49,13 @@ class RouterStatus(BaseModel):
     model_revision: str | None = None
     running: int = 0
     queued: int = 0
+    #: Empty where there is only one model.
+    models: list[ModelStatus] = []
+
+    @property
+    def all_models(self) -> list[ModelStatus]:
+        """All models of the router."""
+        return self.models or [ModelStatus(model=self.model, model_revision=self.model_revision)]
 
 
 class RedisStatus(BaseModel):
@@ -66,6 +80,7 @@ class WorkerStatus(BaseModel):
     epoch: int
     grpc_address: str
     http_address: str
+    model: str = ""
     max_num_seqs: int
     total_blocks: int
     free_blocks: int
@@ -112,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
 
 def render(cluster: ClusterStatus, base_url: str, *, width: int) -> RenderableType:
     """Lines about the router and degraded subjects, then one row per worker, for a terminal of `width` cells."""
-    return Group(*_headline(cluster, base_url), Text(), _worker_table(cluster.workers, wide=width >= _WIDE_CELLS))
+    return Group(*_headline(cluster, base_url), Text(), _worker_table(cluster, wide=width >= _WIDE_CELLS))
 
 
 def _headline(cluster: ClusterStatus, base_url: str) -> list[Text]:
@@ -122,26 +137,30 @@ def _headline(cluster: ClusterStatus, base_url: str) -> list[Text]:
         first.append("degraded" if router.degraded else "healthy", style="yellow" if router.degraded else "green")
     else:
         first.append(f"not serving ({router.reason or 'no decode worker is ready'})", style="red")
-    revision = "" if router.model_revision is None else f"@{router.model_revision[:_COMMIT_DIGITS]}"
-    first.append(f"  {router.model}{revision}  pdserve {router.version}")
+    first.append(f"  {', '.join(map(_named, router.all_models))}  pdserve {router.version}")
     second = Text(f"requests: {router.running} running, {router.queued} queued   redis: ")
     second.append("available" if cluster.redis.available else "unreachable", "" if cluster.redis.available else "red")
     return [first, second, *(Text(f"{what}: {why}", style="yellow") for what, why in router.degraded.items())]
 
 
-def _worker_table(workers: Sequence[WorkerStatus], *, wide: bool) -> Table:
+def _named(model: ModelStatus) -> str:
+    return model.model + ("" if model.model_revision is None else f"@{model.model_revision[:_COMMIT_DIGITS]}")
+
+
+def _worker_table(cluster: ClusterStatus, *, wide: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("worker", "tier", "state"):
+    names, has_several = [each.model for each in cluster.router.all_models], len(cluster.router.models) > 1
+    for name in ("worker", *(["model"] if has_several else []), "tier", "state"):
         table.add_column(name)
     for name in ("running", "waiting", "tokens", "KV in use"):
         table.add_column(name, justify="right", no_wrap=True)
     if wide:
         table.add_column("path", no_wrap=True)
         table.add_column("metrics at", no_wrap=True)
-    order = {tier: index for index, tier in enumerate(_TIERS)}
-    for worker in sorted(workers, key=lambda worker: (order.get(worker.tier, len(order)), worker.worker_id)):
+    for worker in sorted(cluster.workers, key=_order):
         table.add_row(
             worker.worker_id,
+            *([worker.model] if has_several else []),
             worker.tier,
             Text("ready", style="green") if worker.ready else Text("not ready", style="yellow"),
             f"{worker.running}/{worker.max_num_seqs}",
@@ -151,9 +170,15 @@ def _worker_table(workers: Sequence[WorkerStatus], *, wide: bool) -> Table:
             *((_paths(worker.transport), worker.http_address) if wide else ()),
         )
     for tier in _TIERS:
-        if not any(worker.tier == tier for worker in workers):
-            table.add_row("-", tier, Text("no worker", style="yellow" if tier == "prefill" else "red"))
+        for name in names:
+            if not any(worker.tier == tier and (not has_several or worker.model == name) for worker in cluster.workers):
+                shown = Text("no worker", style="yellow" if tier == "prefill" else "red")
+                table.add_row("-", *([name] if has_several else []), tier, shown)
     return table
+
+
+def _order(worker: WorkerStatus) -> tuple[int, str]:
+    return (_TIERS.index(worker.tier) if worker.tier in _TIERS else len(_TIERS)), worker.worker_id
 
 
 def _paths(transport: TransportStatus) -> Text:

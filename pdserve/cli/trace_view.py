@@ -97,6 +97,7 @@ class RequestTrace(BaseModel):
     pauses: list[Pause] = []
     prefilled_by: str | None = None
     local_prefill_reason: str | None = None
+    grammar_sha256: str | None = None
     resumed_tokens: int | None = None
     reported: dict[str, float] = {}
 
@@ -187,6 +188,8 @@ def _headline(trace: RequestTrace) -> list[Text]:
     if trace.resumed_tokens is not None:
         second += f", resumed behind {trace.resumed_tokens} tokens of another router"
     lines = [first, Text(second), Text("   ".join(f"{name} {value}" for name, value in _figures(trace)))]
+    if trace.grammar_sha256:
+        lines.append(Text(f"grammar {trace.grammar_sha256}", style="dim"))
     if outcome.error:
         lines.append(Text(outcome.error, style="red"))
     return lines

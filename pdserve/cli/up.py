@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdserve import __version__
+from pdserve.base import notify
 from pdserve.base.config import child_environment, load
 from pdserve.base.errors import SetupError
 from pdserve.base.tasks import service_group
@@ -116,6 +117,7 @@ class _Up:
             await self.supervisor.stop(max_grace_s=_FAILED_START_GRACE_S)
             return
         self.console.say(self.ready_text)
+        await notify.report_ready()
         await signals.requested.wait()
         self.console.say("\nStopping: the router finishes running requests, then the workers and Redis end.")
         await self.supervisor.stop()
@@ -127,21 +129,25 @@ class _Up:
             await require_reachable(redis.url)
         else:
             await self.supervisor.start(redis.spec)
-        plan = make_plan(self.config, await self._prepare_model(), redis, self.environment)
+        plan = make_plan(self.config, await self._prepare_models(), redis, self.environment)
         workers = worker_specs(plan)
-        self.console.say(f"Starting {plan.served_name} from {plan.model_path}")
-        for line in describe_plan([spec.name for spec in workers], plan.shares, plan.gpus, plan.kv_cache_bytes):
+        for model in plan.models:
+            self.console.say(f"Starting {model.served_name} from {model.path}")
+        for line in describe_plan(_labels(plan), plan.shares, plan.gpus, plan.kv_cache_bytes):
             self.console.say(line)
         for line in plan_warnings(self.config, plan.gpus):
             self.console.say(line, "yellow")
         await self.supervisor.start(*workers, router_spec(plan))
         self.ready_text = self._describe_ready(plan)
 
-    async def _prepare_model(self) -> PreparedModel:
-        self.console.doing("model", f"resolving {self.config.model}")
+    async def _prepare_models(self) -> list[PreparedModel]:
+        return [await self._prepare_model(name) for name in self.config.model]
+
+    async def _prepare_model(self, name: str) -> PreparedModel:
+        self.console.doing("model", f"resolving {name}")
         try:
             model = await prepare_model(
-                prepare_command(self.config.model, self.config.cache_dir, self.environment.python_flags),
+                prepare_command(name, self.config.cache_dir, self.environment.python_flags),
                 environment=self.environment.variables,
                 log_path=self.environment.log_dir / "model.log",
                 on_progress=lambda text: self.console.doing("model", text),
@@ -156,7 +162,7 @@ class _Up:
         return describe_ready(
             base_url=f"{scheme}://{host}:{self.config.port}",
             grpc_address=f"{host}:{self.config.effective_grpc_port}",
-            served_name=plan.served_name,
+            served_names=[model.served_name for model in plan.models],
             log_dir=plan.log_dir,
             took_s=time.monotonic() - self.started_at,
             console_url=f"{scheme}://{host}:{self.config.admin_port or self.config.port}"
@@ -167,3 +173,10 @@ class _Up:
     def _hurry(self) -> None:
         self.console.say("Stopping at once: running requests are lost.", "yellow")
         self.supervisor.hurry()
+
+
+def _labels(plan: ClusterPlan) -> list[str]:
+    """The workers' names, with their models if there are several."""
+    if len(plan.models) == 1:
+        return [worker.name for worker in plan.workers]
+    return [f"{worker.name} ({worker.model.served_name})" for worker in plan.workers]

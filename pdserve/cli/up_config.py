@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_svc.config import DecodeConfig
-from pdserve.base.config import default_of, option, parse_bytes, positional, words_option
+from pdserve.base.config import default_of, option, parse_bytes, repeated_option, words_option
 from pdserve.base.hosts import parse_names
 from pdserve.base.logs import FORMATS, LEVELS
 from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
@@ -30,7 +30,12 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 class UpConfig:
     """Settings of `pdserve up`."""
 
-    model: str = positional(DEFAULT_MODEL, help="name, directory, .gguf file or hub id of the model", metavar="MODEL")
+    model: tuple[str, ...] = repeated_option(
+        (DEFAULT_MODEL,),
+        help="name, directory, .gguf file or hub id of the model; several for several models",
+        metavar="MODEL",
+        positional=True,
+    )
     host: str = option("127.0.0.1", help="address the router listens on; 0.0.0.0 for all", metavar="ADDRESS")
     port: int = option(8000, help="port of the OpenAI-compatible HTTP API", minimum=1)
     grpc_port: int | None = option(None, help="port of the gRPC API; default: --port + 1", minimum=1)
@@ -53,10 +58,13 @@ class UpConfig:
     allowed_hosts: tuple[str, ...] = same_option(RouterConfig, "allowed_hosts")
     allowed_origins: tuple[str, ...] = same_option(RouterConfig, "allowed_origins")
     prefill: int = option(
-        1, help="number of prefill workers; with 0 the decode workers also prefill", metavar="N", minimum=0
+        1, help="number of prefill workers per model; with 0 the decode workers also prefill", metavar="N", minimum=0
     )
-    decode: int = option(1, help="number of decode workers", metavar="N", minimum=1)
-    served_model_name: str | None = option(None, help="name of the model for clients; default: the model's own")
+    decode: int = option(1, help="number of decode workers per model", metavar="N", minimum=1)
+    served_model_name: tuple[str, ...] = repeated_option(
+        (), help="name of the model for clients; once for each MODEL, in their order; default: the model's own"
+    )
+    alias: tuple[str, ...] = same_option(RouterConfig, "alias")
     device: str = option("cpu", help="cpu, cuda (GPUs are assigned round-robin), or one GPU such as cuda:1")
     tensor_parallel_size: int = option(
         default_of(WorkerConfig, "tensor_parallel_size"),
@@ -101,6 +109,7 @@ class UpConfig:
         help="maximum prompt tokens per step: the chunk size of prefill",
         minimum=1,
     )
+    itl_budget_ms: float = same_option(DecodeConfig, "itl_budget_ms")
     block_size: int = option(default_of(WorkerConfig, "block_size"), help="tokens per KV block", minimum=1)
     kv_cache_memory: int | None = option(
         None,
@@ -143,6 +152,13 @@ class UpConfig:
     )
     scheduling_policy: str = same_option(RouterConfig, "scheduling_policy")
     special_tokens_in_text: bool = same_option(RouterConfig, "special_tokens_in_text")
+    message_format: str = same_option(RouterConfig, "message_format")
+    unknown_fields: str = same_option(RouterConfig, "unknown_fields")
+    trust_request_chat_template: bool = same_option(RouterConfig, "trust_request_chat_template")
+    state_url: str | None = same_option(RouterConfig, "state_url")
+    state_ttl_s: float = same_option(RouterConfig, "state_ttl_s")
+    max_file: int = same_option(RouterConfig, "max_file")
+    batch_max_num_seqs: int = same_option(RouterConfig, "batch_max_num_seqs")
     console: bool = same_option(RouterConfig, "console")
     redis_url: str | None = option(None, help="URL of Redis; default: start a private one", metavar="URL")
     redis_prefix: str = option(
@@ -186,9 +202,19 @@ class UpConfig:
     )
 
     @property
+    def num_prefill(self) -> int:
+        """Prefill workers of all models."""
+        return self.prefill * len(self.model)
+
+    @property
+    def num_decode(self) -> int:
+        """Decode workers of all models."""
+        return self.decode * len(self.model)
+
+    @property
     def num_workers(self) -> int:
-        """Workers of both tiers."""
-        return self.prefill + self.decode
+        """Workers of both tiers and all models."""
+        return self.num_prefill + self.num_decode
 
     @property
     def num_ranks(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pdserve.base import notify
 from pdserve.base.byte_sizes import binary_size
 from pdserve.cli.log_watch import LineBudget
 from pdserve.cli.placement import CoreShare, GpuShare
@@ -60,9 +61,11 @@ class UpConsole:
             self._starting = False
 
     def doing(self, name: str, text: str | None) -> None:
-        """Sets the current activity of `name`; None: it is done."""
+        """Sets the current activity of `name`; None: it is done. A supervisor of this process is sent it, too."""
         if self._doing.get(name) == text:
             return
+        if text is not None and self._starting:
+            notify.status(f"{name}: {text}")
         if text is None:
             self._doing.pop(name, None)
         else:
@@ -152,15 +155,23 @@ def describe_plan(
 
 
 def describe_ready(
-    *, base_url: str, grpc_address: str, served_name: str, log_dir: Path, took_s: float, console_url: str | None
+    *,
+    base_url: str,
+    grpc_address: str,
+    served_names: Sequence[str],
+    log_dir: Path,
+    took_s: float,
+    console_url: str | None,
 ) -> str:
-    """Text for the user: addresses, commands to paste, and where the logs are."""
+    """Text for the user: addresses, models if there are several, commands to paste, and where the logs are."""
     question = {"role": "user", "content": "What is the capital of France?"}
-    body = json.dumps({"model": served_name, "messages": [question], "temperature": 0, "max_tokens": 64})
+    body = json.dumps({"model": served_names[0], "messages": [question], "temperature": 0, "max_tokens": 64})
     chat = "pdserve chat" if base_url == "http://127.0.0.1:8000" else f"pdserve chat --base-url {base_url}"
     console = f"Console: {console_url}/console\n" if console_url else ""
+    models = f"Models: {', '.join(served_names)}\n" if len(served_names) > 1 else ""
+    apis = f"OpenAI-compatible API: {base_url}/v1   gRPC: {grpc_address}"
     return (
-        f"\nReady after {took_s:.1f} s. OpenAI-compatible API: {base_url}/v1   gRPC: {grpc_address}\n{console}\n"
+        f"\nReady after {took_s:.1f} s. {apis}\n{models}{console}\n"
         f"  curl {base_url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
         f"  {chat}\n\n"
         f"Logs: {log_dir}\nCtrl-C drains and stops; a second Ctrl-C stops at once."

@@ -36,6 +36,7 @@ class Refused:
 _ALWAYS_CACHED = "prefixes are always cached; no answer depends on it"
 _ALWAYS_CHUNKED = "prompts are always computed in chunks; --max-num-batched-tokens is their size"
 _NO_REQUEST_LOG = "prompts and answers are never logged"
+_FROM_FILES = "how the model writes calls and thinking follows from its files; --message-format names another form"
 _LATER = "is not supported yet; omit it"
 
 FLAGS: Mapping[str, Renamed | Accepted | Refused] = {
@@ -59,6 +60,10 @@ FLAGS: Mapping[str, Renamed | Accepted | Refused] = {
     "--pipeline-parallel-size": Accepted("a model is divided by --tensor-parallel-size only", ("1",)),
     "-pp": Accepted("a model is divided by --tensor-parallel-size only", ("1",)),
     "--seed": Accepted("requests carry their own seed; the same seed gives the same answer", ("*",)),
+    "--reasoning-parser": Accepted(_FROM_FILES, ("*",)),
+    "--tool-call-parser": Accepted(_FROM_FILES, ("*",)),
+    "--enable-auto-tool-choice": Accepted("tools can always be called"),
+    "--enable-tokenizer-info-endpoint": Accepted("/tokenizer_info always answers"),
     "--no-enable-prefix-caching": Refused(f"{_ALWAYS_CACHED}. Omit it"),
     "--no-enable-chunked-prefill": Refused(f"{_ALWAYS_CHUNKED}. Omit it"),
     "--kv-transfer-config": Refused("the tiers hand KV over by themselves. Use --prefill, --decode and --transport"),
@@ -69,9 +74,6 @@ FLAGS: Mapping[str, Renamed | Accepted | Refused] = {
     "--swap-space": Refused("preempted sequences are computed again, not swapped. Omit it"),
     "--enable-lora": Refused(f"serving LoRA adapters {_LATER}, or merge the adapter into the weights"),
     "--speculative-config": Refused(f"speculative decoding {_LATER}"),
-    "--reasoning-parser": Refused(f"parsing of reasoning {_LATER}"),
-    "--tool-call-parser": Refused(f"calling tools {_LATER}"),
-    "--enable-auto-tool-choice": Refused(f"calling tools {_LATER}"),
 }
 
 

@@ -43,7 +43,7 @@ class BatchBuilder:
         self._next_positions: list[int] = []
 
     def build(self, plan: StepPlan) -> Batch:
-        """The batch of a plan, with logits for each decoding sequence and for the last row of each chunk with samples.
+        """The batch of a plan, with logits of each decoding sequence, and of the rows of chunks that are sampled from.
 
         The tokens of a plan made ahead are not known yet, so the batch's token ids are meaningless.
         """
@@ -80,12 +80,11 @@ class BatchBuilder:
         num_decoding, block_size = len(plan.decoding), self._block_size
         context_lens = [*(position + 1 for position in positions), *(chunk.stop for chunk in plan.chunks)]
         num_blocks = [-(-context_len // block_size) for context_len in context_lens]
-        sampled = [index for index, chunk in enumerate(plan.chunks, num_decoding + 1) if chunk.samples]
         rows = self._rows = _Rows.of(
             self._buffers,
             num_tokens=num_decoding + plan.num_prefill_tokens,
             num_sequences=len(tables),
-            num_logits=num_decoding + len(sampled),
+            num_logits=num_decoding + sum(chunk.num_logits for chunk in plan.chunks),
             num_blocks=max(num_blocks),
         )
         rows.context_lens[:] = context_lens
@@ -94,19 +93,21 @@ class BatchBuilder:
             row[count:] = 0
         rows.positions[:num_decoding] = positions
         rows.sequences[:num_decoding] = rows.query_starts[:num_decoding] = range(num_decoding)
-        first = num_decoding
+        rows.logits_rows[:num_decoding] = range(num_decoding)
+        first = num_logits = num_decoding
         for index, chunk in enumerate(plan.chunks, num_decoding):
             span = slice(first, first + chunk.stop - chunk.start)
             rows.token_ids[span] = chunk.sequence.tokens[chunk.start : chunk.stop]
             rows.positions[span] = range(chunk.start, chunk.stop)
             rows.sequences[span], rows.query_starts[index] = index, first
-            first = span.stop
+            wanted = [*range(first, first + len(chunk.scores)), *[span.stop - 1] * bool(chunk.samples)]
+            wanted += [first + offset for offset in chunk.pooled_rows]
+            rows.logits_rows[num_logits : num_logits + chunk.num_logits] = wanted
+            first, num_logits = span.stop, num_logits + chunk.num_logits
         rows.query_starts[-1] = first
         blocks, offsets = np.divmod(rows.positions, block_size)
         rows.slot_mapping[:] = rows.block_tables[rows.sequences, blocks] * block_size + offsets
-        rows.logits_rows[:num_decoding] = rows.query_starts[:num_decoding]
-        rows.logits_rows[num_decoding:] = rows.query_starts[sampled] - 1
-        self._batch = rows.batch()
+        self._batch = rows.batch(hidden_only=plan.is_pooled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,7 @@ class _Rows:
             sequences=buffers.take("sequences", num_tokens),
         )
 
-    def batch(self) -> Batch:
+    def batch(self, *, hidden_only: bool) -> Batch:
         """Tensors over the same memory."""
         return Batch(
             token_ids=torch.from_numpy(self.token_ids),
@@ -146,6 +147,7 @@ class _Rows:
             context_lens=torch.from_numpy(self.context_lens),
             block_tables=torch.from_numpy(self.block_tables),
             logits_rows=torch.from_numpy(self.logits_rows),
+            hidden_only=hidden_only,
         )
 
 

@@ -60,7 +60,8 @@ class BlockManager:
         sequence.num_registered = num_matched
         sequence.num_computed = num_matched * pool.block_size
         sequence.num_slots = len(sequence.block_table) * pool.block_size
-        if not sequence.num_output:  # Else it was preempted, and finds its own blocks.
+        # Else it was preempted and finds its own blocks, or looks for none.
+        if not (sequence.num_output or sequence.is_scored):
             self.num_query_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed
         return True
@@ -140,6 +141,9 @@ class BlockManager:
             num_registered=prompt_sequence.num_prompt // self.pool.block_size,
             admission_order=prompt_sequence.admission_order,
             is_alone=prompt_sequence.is_alone,
+            is_best_effort=prompt_sequence.is_best_effort,
+            grammar=prompt_sequence.grammar,
+            rules=prompt_sequence.rules,
         )
         self.pool.share(choice.held_blocks())
         return choice
@@ -193,6 +197,8 @@ class BlockManager:
 
     def _reusable(self, sequence: Sequence, recompute_last: bool) -> Items[BlockHash]:
         """Hashes of the full blocks that need not be computed again."""
+        if sequence.is_scored:
+            return ()
         num_tokens = sequence.num_tokens - 1 if recompute_last else sequence.num_tokens
         return sequence.hash_full_blocks(self.pool.block_size)[: num_tokens // self.pool.block_size]
 

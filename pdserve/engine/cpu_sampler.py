@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.cpu.sampling import Edits, PackedRequest, RowSampler, SampleRequest, pack
 from pdserve.base.logs import get_logger
 from pdserve.base.sampling import TokenLogprobs
-from pdserve.engine.sampler import Sampler, failure
+from pdserve.engine.sampler import Sampler, failure, logprobs_of, with_listed
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow, unprepared
 
 log = get_logger(__name__)
@@ -31,12 +31,12 @@ class CpuSampler:
             return self._argmax.sample(logits, rows, logits_rows)
         assert max(logits_rows) < len(logits)
         requests: list[PackedRequest] = []
-        sampled: list[SampleRow] = []
+        sampled: list[tuple[SampleRow, int]] = []
         failures: dict[int, SampleFailure] = {}
         for index, (row, logits_row) in enumerate(zip(rows, logits_rows, strict=True)):
             try:
                 requests.append(pack(_request(row, logits_row)))
-                sampled.append(row)
+                sampled.append((row, logits_row))
             except MemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this row's
@@ -44,7 +44,8 @@ class CpuSampler:
                 failures[index] = unprepared(error)
         tokens = self._rows.sample(logits, requests)
         results: list[SampleResult] = [
-            self._result(index, row, token) for index, (row, token) in enumerate(zip(sampled, tokens, strict=True))
+            self._result(index, row, token, logits[logits_row])
+            for index, ((row, logits_row), token) in enumerate(zip(sampled, tokens, strict=True))
         ]
         for index, failed in failures.items():  # In ascending order, so that each gets its place.
             results.insert(index, failed)
@@ -53,7 +54,7 @@ class CpuSampler:
     def wait_for_step(self) -> None:
         """Nothing to wait for: on a CPU a step has ended when its call returns."""
 
-    def _result(self, index: int, row: SampleRow, token: int) -> SampleResult:
+    def _result(self, index: int, row: SampleRow, token: int, raw: Tensor) -> SampleResult:
         if token < 0:
             return failure(row)
         if row.params.logprobs is None:
@@ -65,6 +66,9 @@ class CpuSampler:
             top_ids=tuple(found.top_ids),
             top_logprobs=tuple(found.top_logprobs),
         )
+        if row.params.logprob_token_ids:
+            listed = logprobs_of(raw.numpy(), row.params, found.log_total)
+            logprobs = with_listed(logprobs, row.params, listed)
         return Sampled(token_id=token, logprobs=logprobs)
 
 
@@ -85,8 +89,8 @@ def _request(row: SampleRow, logits_row: int) -> SampleRequest:
 
 
 def _edits(row: SampleRow) -> Edits | None:
-    params, banned = row.params, row.banned
-    if not (params.logit_bias or row.penalizes or banned):
+    params, banned, allowed = row.params, row.banned, row.allowed()
+    if not (params.logit_bias or row.penalizes or banned or allowed is not None):
         return None
     return Edits(
         bias=params.logit_bias,
@@ -96,4 +100,5 @@ def _edits(row: SampleRow) -> Edits | None:
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         banned=banned,
+        allowed=allowed,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class BatchShape:
             fields[name] = memory[first : first + size]
             first += -(-size // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
         fields["block_tables"] = fields["block_tables"].view(self.num_sequences, self.num_blocks)
-        return Batch(**fields)
+        return Batch(**fields, hidden_only=False)
 
     def _sizes(self) -> Iterator[tuple[str, int]]:
         yield "token_ids", self.num_tokens
@@ -98,7 +98,7 @@ class DeviceBatches:
         self._on_device[:size].copy_(self._host[:size], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-        uploaded = shape.views(self._on_device)
+        uploaded = replace(shape.views(self._on_device), hidden_only=batch.hidden_only)
         if token_ids is not None:
             torch.clamp(token_ids, min=0, out=uploaded.token_ids[: len(token_ids)])
         return uploaded

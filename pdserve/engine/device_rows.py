@@ -12,6 +12,7 @@ import numpy.typing as npt
 from pdserve.base.logs import get_logger
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.sequence import SampleFailure, SampleRow, unprepared
+from pdserve.model.grammar import TokenBits
 
 Array = npt.NDArray[np.generic]
 
@@ -81,12 +82,13 @@ class RowPreparer:
             self._histories = {key: self._histories.get(key) or _History() for key in penalized}
         positions = [row.position + is_ahead for row in rows]
         banned = [row.banned_at(position) for row, position in zip(rows, positions, strict=True)]
+        allowed = [row.allowed() for row in rows]  # Copied below, once.
         num_logprobs = [row.params.logprobs for row in rows if row.params.logprobs is not None]
         return PreparedRows(
             constant=constant,
-            changing=_changing(rows, logits_rows, positions, banned),
+            changing=_changing(rows, logits_rows, positions, banned, allowed),
             history=None if is_ahead else _padded([self._histories[id(row)].of(row) for row in rows if row.penalizes]),
-            has_edits=any(banned) or any(row.params.logit_bias or row.penalizes for row in rows),
+            has_edits=any(map(_is_edited, rows, banned, allowed)),
             max_logprobs=max(num_logprobs) if num_logprobs else None,
             failures=self._failures,
         )
@@ -97,7 +99,7 @@ class RowPreparer:
         for index, row in enumerate(self._sound):
             try:
                 constant_fields([row])
-                _changing([row], [0], [row.position], [row.banned])
+                _changing([row], [0], [row.position], [row.banned], [row.allowed()])
                 _padded([_History().of(row)])
             except MemoryError:
                 raise
@@ -116,6 +118,10 @@ def _stand_in(row: SampleRow) -> SampleRow:
     """A row that can always be prepared, and has a slot in the history if `row` has one."""
     params = SamplingParams(temperature=0.0, presence_penalty=float(row.penalizes))
     return SampleRow(params=params, choice_index=0, tokens=array("q", [0]), num_prompt=1)
+
+
+def _is_edited(row: SampleRow, banned: tuple[int, ...], allowed: TokenBits | None) -> bool:
+    return bool(row.params.logit_bias or banned) or row.penalizes or allowed is not None
 
 
 class _History:
@@ -155,23 +161,40 @@ def constant_fields(rows: Items[SampleRow]) -> dict[str, Array]:
         "top_k": np.array([each.top_k for each in params], np.int32),
         "repetition_penalty": np.array([each.repetition_penalty for each in params], np.float32),
         "num_logprobs": np.array(logprobs, np.int32),
+        "listed_ids": _padded_ids([each.logprob_token_ids for each in params]),
         "bias_starts": _starts([len(bias) for bias in biases]),
         "bias_ids": np.array([token for bias in biases for token in bias], np.int64),
         "bias_values": np.array([value for bias in biases for value in bias.values()], np.float32),
     }
 
 
+def _padded_ids(lists: Items[tuple[int, ...]]) -> Array:
+    """The lists as rows, with -1 behind the last id."""
+    padded = np.full((len(lists), max(map(len, lists), default=0)), -1, np.int64)
+    for row, ids in zip(padded, lists, strict=True):
+        row[: len(ids)] = ids
+    return padded
+
+
 def _changing(
-    rows: Items[SampleRow], logits_rows: Items[int], positions: list[int], banned: Items[tuple[int, ...]]
+    rows: Items[SampleRow],
+    logits_rows: Items[int],
+    positions: list[int],
+    banned: Items[tuple[int, ...]],
+    allowed: Items[TokenBits | None],
 ) -> dict[str, Array]:
     """The other fields of `SampleRows`, except for the history."""
     penalize = np.array([row.penalizes for row in rows], bool)
+    has_grammar = np.array([bits is not None for bits in allowed], bool)
+    words = [bits.view(np.int32) for bits in allowed if bits is not None]
     return {
         "logits_index": np.array(logits_rows, np.int64),
         "position": np.array(positions, np.int64),
         "banned_starts": _starts([len(ids) for ids in banned]),
         "banned_ids": np.array([token for ids in banned for token in ids], np.int64),
         "history_slot": np.where(penalize, np.cumsum(penalize) - 1, -1),
+        "allowed_slot": np.where(has_grammar, np.cumsum(has_grammar) - 1, -1),
+        "allowed_words": np.stack(words) if words else np.zeros((0, 0), np.int32),
     }
 
 

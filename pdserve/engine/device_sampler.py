@@ -20,7 +20,7 @@ from pdserve.base.sampling import TokenLogprobs
 from pdserve.engine import device_rows
 from pdserve.engine.device_batch import current
 from pdserve.engine.device_rows import Array, RowPreparer
-from pdserve.engine.sampler import failure
+from pdserve.engine.sampler import failure, with_listed
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow
 
 _ALIGNED_BYTES = 16
@@ -117,6 +117,7 @@ class DeviceSampler:
         tensors = [sampled.token_ids]
         if logprobs is not None:
             tensors += [logprobs.logprob, logprobs.rank, logprobs.top_ids, logprobs.top_logprobs]
+            tensors.append(logprobs.listed_logprobs)
         host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=self._copies is not None) for t in tensors]
         copied = None
         if self._copies is None:
@@ -127,7 +128,9 @@ class DeviceSampler:
                 _copy_all(host, tensors)
                 copied = self._copies.record_event()
         if logprobs is not None:
-            logprobs = RowLogprobs(logprob=host[1], rank=host[2], top_ids=host[3], top_logprobs=host[4])
+            logprobs = RowLogprobs(
+                logprob=host[1], rank=host[2], top_ids=host[3], top_logprobs=host[4], listed_logprobs=host[5]
+            )
         on_host = SampledTokens(
             token_ids=host[0], threshold=sampled.threshold, num_ties=sampled.num_ties, logprobs=logprobs
         )
@@ -188,9 +191,11 @@ def _logprobs(row: SampleRow, sampled: RowLogprobs | None, index: int) -> TokenL
     if sampled is None or count is None:
         return None
     top_ids = tuple(token for token in sampled.top_ids[index, :count].tolist() if token >= 0)
-    return TokenLogprobs(
+    found = TokenLogprobs(
         logprob=float(sampled.logprob[index]),
         rank=int(sampled.rank[index]),
         top_ids=top_ids,
         top_logprobs=tuple(sampled.top_logprobs[index, : len(top_ids)].tolist()),
     )
+    listed = sampled.listed_logprobs[index, : len(row.params.logprob_token_ids)].tolist()
+    return with_listed(found, row.params, listed)

@@ -104,11 +104,11 @@ class DeviceDecoder:
 
         `token_ids`, int64 [num_tokens] on the device, replace those of the batch. Returns without waiting. The next
         call overwrites the logits on the device, so their readers must be in the stream before it. A replayed step does
-        not call `on_layer`.
+        not call `on_layer`. Batches for hidden states are not replayed.
         """
         with self._on_device:
             shape = BatchShape.of(batch)
-            if self._graphs is None or not self._graphs.has_graph_for(shape):
+            if self._graphs is None or batch.hidden_only or not self._graphs.has_graph_for(shape):
                 return self._decoder.forward(self._batches.upload(batch, token_ids=token_ids), kv_cache, on_layer)
             return self._graphs.replay(batch, shape, kv_cache, token_ids)
 

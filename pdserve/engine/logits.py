@@ -1,4 +1,4 @@
-"""Changes to a row of logits before sampling (bias, penalties, bans), and a sort order without ties."""
+"""Changes to a row of logits before sampling (bias, penalties, bans, grammar), and a sort order without ties."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _DEPTHS = tuple(np.float32(depth) for depth in (2, 4, 8, 16))
 
 
 def edited_logits(logits: Logits, row: SampleRow) -> Logits:
-    """A row [vocab] with bias, penalties and bans applied; the same array when there is nothing to apply.
+    """A row [vocab] with bias, penalties, bans and grammar applied; the same array when there is nothing to apply.
 
     The repetition penalty applies to tokens of prompt and output, the presence and frequency penalties to the output's.
     """
-    params, banned = row.params, row.banned
-    if not (params.logit_bias or row.penalizes or banned):
+    params, banned, allowed = row.params, row.banned, row.allowed()
+    if not (params.logit_bias or row.penalizes or banned or allowed is not None):
         return logits
     logits = logits.copy()
     if params.logit_bias:
@@ -37,6 +37,9 @@ def edited_logits(logits: Logits, row: SampleRow) -> Logits:
         logits[ids] -= penalties.astype(np.float32)
     if banned:
         logits[list(banned)] = -np.inf
+    if allowed is not None:
+        bits = np.unpackbits(allowed.view(np.uint8), count=len(logits), bitorder="little")
+        logits[bits == 0] = -np.inf
     return logits
 
 

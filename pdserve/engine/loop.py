@@ -18,7 +18,8 @@ import torch
 from pdserve.base.errors import Draining, SetupError
 from pdserve.base.ids import RequestId
 from pdserve.engine.runner import Runner
-from pdserve.engine.step import LayersWritten, Scheduler, StepOutput
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.step import LayersWritten, StepOutput
 from pdserve.engine.stepper import Stepper
 
 T = TypeVar("T")
@@ -173,6 +174,14 @@ class StepLoop:
             else:
                 self._calls.put(call)
         return call.future
+
+    def end(self, request_id: RequestId, fn: Callable[[], T]) -> Future[T]:
+        """Like `call`, for a call that ends a request. A step that computes nothing else is not completed first."""
+        ended = self._stepper.ended_requests
+        ended.add(request_id)  # Before the call is queued: once it has run, another request may have the id.
+        future = self.call(fn)
+        future.add_done_callback(lambda _: ended.discard(request_id))
+        return future
 
     def _run(self) -> None:
         try:

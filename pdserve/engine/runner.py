@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.decoder import LayerListener
+from kernels.decoder import Interrupt, LayerListener
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
@@ -52,7 +52,7 @@ class StepDecoder(Protocol):
     def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         """Write K and V of all rows to their slots. Returns the requested logits, float32 [num_logits, vocab].
 
-        `on_layer` is called after each layer, or never.
+        `on_layer` is called after each layer, or never. Raises `PassInterrupted`, if it has an interrupt.
         """
 
 
@@ -72,8 +72,12 @@ class Runner:
     #: Whether `launch` returns while the step is computed, so that another one can be launched behind it.
     overlaps = False
 
-    def __init__(self, decoder: StepDecoder, kv_cache: StepCache, sampler: TokenSampler) -> None:
+    def __init__(
+        self, decoder: StepDecoder, kv_cache: StepCache, sampler: TokenSampler, *, interrupt: Interrupt | None = None
+    ) -> None:
+        """`interrupt` ends forward passes of the decoder; None: it runs every pass to its end."""
         self.kv_cache = kv_cache
+        self.interrupt = interrupt
         self._decoder = decoder
         self._sampler = sampler
         self._batches = BatchBuilder(kv_cache.layout.block_size)
@@ -85,12 +89,16 @@ class Runner:
     def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:
         """Start the step. At most two steps may be in flight; collect their results in the order of launches.
 
-        The plan's reports are sent during the launch, if the decoder calls back after each layer.
+        The plan's reports are sent during the launch, if the decoder calls back after each layer. Raises
+        `PassInterrupted`.
         """
         return partial(self.sample, plan, self.forward(plan, batch, report_layers))
 
     def forward(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Tensor | None:
-        """Copy blocks (copy-on-write), then run the forward pass: logits, float32 [num_logits, vocab]."""
+        """Copy blocks (copy-on-write), then run the forward pass: logits, float32 [num_logits, vocab].
+
+        Of a plan that is pooled: hidden states, float32 [num_logits, hidden_size].
+        """
         on_layer = self._prepare(plan, report_layers)
         return None if batch is None else self._decoder.forward(batch, self.kv_cache.tensor, on_layer)
 
@@ -118,9 +126,25 @@ class Runner:
         self._sampler.sample(self._decoder.forward(batch, self.kv_cache.tensor), [row], [0])
 
     def sample(self, plan: StepPlan, logits: Tensor | None) -> list[SampleResult]:
-        """One result for each decoding sequence and then for each of the chunks' samples, in order."""
+        """One result for each decoding sequence and then for each of the chunks' samples, in order.
+
+        `logits` of a plan that is pooled are hidden states, which are added where its chunks say.
+        """
+        if plan.is_pooled and logits is not None:
+            self._sampler.wait_for_step()
+            _pool(plan, logits)
+            return []
         rows, logits_rows = plan.sample_rows()
         if rows and logits is not None:
             return self._sampler.sample(logits, rows, logits_rows)
         self._sampler.wait_for_step()
         return []
+
+
+def _pool(plan: StepPlan, hidden: Tensor) -> None:
+    """Add the hidden states of a step, float32 [num_logits, hidden_size], to the sums of its chunks."""
+    rows, first = hidden.cpu().numpy(), 0
+    for chunk in plan.chunks:
+        if chunk.pool is not None:
+            chunk.pool.add(rows[first : first + len(chunk.pooled_rows)])
+        first += chunk.num_logits

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from pdserve.base.ids import RequestId
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.job import PromptJob
 from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.spare_time import SpareTime, is_decoding_next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,7 @@ class RunningLimits:
     max_num_seqs: int
     #: Prefill tokens of one step.
     max_num_batched_tokens: int
-    #: Duration of a step, in seconds, that prefill should not exceed while sequences are decoding.
+    #: Duration of a step, in seconds, that prefill and best-effort sequences should not exceed while others decode.
     itl_budget_s: float
     #: Prefill tokens of a step whatever `itl_budget_s` is, so that prefill always advances.
     min_prefill_tokens: int
@@ -48,16 +50,27 @@ class Planned:
     preempted: tuple[Sequence, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What a request that waits may take of the blocks."""
+
+    #: Free blocks that are left for active sequences.
+    headroom: int
+    #: Frees blocks of a sequence that gives way to the request. False when there is none.
+    make_room: Callable[[], bool]
+
+
 class RunningSet:
     """Active sequences hold blocks; preempted ones have returned theirs, and recompute when they are resumed.
 
     The order of admission decides: the oldest sequence is planned and resumed first, the youngest is preempted first.
+    Best-effort sequences come after all others, and while there are others, they get what the ITL budget leaves.
     """
 
     def __init__(self, blocks: BlockManager, limits: RunningLimits) -> None:
         self._blocks = blocks
         self._limits = limits
-        #: Both sorted by (admission_order, choice_index).
+        #: Both sorted by (is_best_effort, admission_order, choice_index).
         self._active: list[Sequence] = []
         self._preempted: list[Sequence] = []
         self._num_added = 0
@@ -65,6 +78,8 @@ class RunningSet:
         self._num_alone = 0
         #: Whose step was the last one, while there are such sequences: a request's, or (None) that of all others.
         self._turn: RequestId | None = None
+        #: Preempted since the last plan.
+        self._lately_preempted: list[Sequence] = []
         self.num_preemptions = 0
 
     @property
@@ -81,6 +96,14 @@ class RunningSet:
     def num_preempted(self) -> int:
         """Sequences that wait for blocks."""
         return len(self._preempted)
+
+    def room_for(self, job: PromptJob) -> Room | None:
+        """The blocks that a request which waits may take; None: preempted sequences wait for them before it."""
+        if any(job.is_best_effort or not sequence.is_best_effort for sequence in self._preempted[:1]):
+            return None
+        if job.is_best_effort:
+            return Room(headroom=len(self._active), make_room=lambda: False)
+        return Room(headroom=self._num_active_of_others(), make_room=self._give_up)
 
     @property
     def num_waiting_blocks(self) -> int:
@@ -120,12 +143,15 @@ class RunningSet:
 
     def resume(self) -> None:
         """Resume preempted sequences, the oldest first, while that leaves each active one its next blocks."""
-        while self._preempted and len(self._active) < self._limits.max_num_seqs:
-            sequence = self._preempted[0]
-            if not self._blocks.admit(sequence, sequence.num_tokens, headroom=len(self._active)):
+        while self._preempted and not self._preempted[0].is_best_effort:
+            if not self._resume_next(self._num_active_of_others(), self._give_up):
                 return
-            del self._preempted[0]
-            insort(self._active, sequence, key=_order)
+
+    def resume_best_effort(self, *, others_wait: bool) -> None:
+        """As `resume`, unless others wait for blocks: those would preempt them again."""
+        while not others_wait and self._preempted and self._preempted[0].is_best_effort:
+            if not self._resume_next(len(self._active), lambda: False):
+                return
 
     def plan(self, pace: Pace, *, is_awaiting: bool = False) -> Planned:
         """Plan the next step at this pace. `is_awaiting`: more sequences may start to decode at any time.
@@ -136,27 +162,35 @@ class RunningSet:
         takes_turns = self._num_alone > 0
         if takes_turns:
             self._turn = self._next_turn()
-        is_decoding = is_awaiting or any(map(_is_decoding, self._active[: self._limits.max_num_seqs]))
+        num_others, max_num_seqs = self._num_active_of_others(), self._limits.max_num_seqs
+        is_decoding = is_awaiting or any(
+            map(is_decoding_next, self._active[: min(num_others or max_num_seqs, max_num_seqs)])
+        )
         budget = self._limits.prefill_budget(pace, is_decoding=is_decoding)
+        spare = SpareTime(pace, self._limits.itl_budget_s)
         decoding: list[Sequence] = []
         chunks: list[tuple[Sequence, int]] = []
-        preempted: list[Sequence] = []
         index = num_planned = 0
-        while index < len(self._active) and num_planned < self._limits.max_num_seqs:
+        while index < len(self._active) and num_planned < max_num_seqs:
             sequence = self._active[index]
             index += 1
-            if takes_turns and _group(sequence) != self._turn:
+            gives_way = sequence.is_best_effort and num_others > 0
+            if (takes_turns and _group(sequence) != self._turn) or (gives_way and spare.num_tokens_of(sequence) == 0):
                 continue
             num_planned += 1
-            if _is_decoding(sequence):
-                if self._extend_or_preempt(sequence, len(sequence.tokens), preempted):
+            if is_decoding_next(sequence):
+                if self._extend_or_preempt(sequence, len(sequence.tokens)):
                     decoding.append(sequence)
+                    spare.take_row()
                 continue
-            stop, cost = _next_chunk(sequence, budget, pace if is_decoding else Pace())
+            tokens = min(budget, spare.num_tokens_of(sequence)) if gives_way else budget
+            stop, cost = _next_chunk(sequence, tokens, pace if is_decoding else Pace())
             budget = max(0, budget - cost)
-            if stop > sequence.num_computed and self._extend_or_preempt(sequence, stop, preempted):
+            spare.take(cost)
+            if stop > sequence.num_computed and self._extend_or_preempt(sequence, stop):
                 chunks.append((sequence, stop))
-        return Planned(decoding=tuple(decoding), chunks=tuple(chunks), preempted=tuple(preempted))
+        preempted, self._lately_preempted = tuple(self._lately_preempted), []
+        return Planned(decoding=tuple(decoding), chunks=tuple(chunks), preempted=preempted)
 
     def extend_ahead(self, decoding: Items[Sequence]) -> bool:
         """Give each sequence the slot after the one it writes now.
@@ -187,24 +221,45 @@ class RunningSet:
         following = groups.index(self._turn) + 1 if self._turn in groups else 0
         return groups[following % len(groups)] if groups else None
 
-    def _extend_or_preempt(self, sequence: Sequence, stop: int, preempted: list[Sequence]) -> bool:
+    def _resume_next(self, headroom: int, make_room: Callable[[], bool]) -> bool:
+        if headroom >= self._limits.max_num_seqs:
+            return False
+        sequence = self._preempted[0]
+        while not self._blocks.admit(sequence, sequence.num_tokens, headroom=headroom):
+            if not make_room():
+                return False
+        del self._preempted[0]
+        insort(self._active, sequence, key=_order)
+        return True
+
+    def _give_up(self) -> bool:
+        """Preempt the youngest best-effort sequence for another request. False when none holds blocks."""
+        if not self._active or not self._active[-1].is_best_effort:
+            return False
+        self._preempt_youngest()
+        return True
+
+    def _num_active_of_others(self) -> int:
+        """Active sequences that are not best-effort; they come first."""
+        return bisect_left(self._active, True, key=lambda sequence: sequence.is_best_effort)
+
+    def _extend_or_preempt(self, sequence: Sequence, stop: int) -> bool:
         """Preempt the youngest sequences until this one has its slots; False when it was preempted itself.
 
         Victims come after `sequence` in the order of planning, so none of them has been planned yet.
         """
         while stop > sequence.num_slots and not self._blocks.extend(sequence, stop):
-            victim = self._active.pop()
-            self._blocks.free(victim)
-            insort(self._preempted, victim, key=_order)
-            self.num_preemptions += 1
-            preempted.append(victim)
-            if victim is sequence:
+            if self._preempt_youngest() is sequence:
                 return False
         return True
 
-
-def _is_decoding(sequence: Sequence) -> bool:
-    return len(sequence.tokens) - sequence.num_computed == 1 and sequence.sampling is not None
+    def _preempt_youngest(self) -> Sequence:
+        victim = self._active.pop()
+        self._blocks.free(victim)
+        insort(self._preempted, victim, key=_order)
+        self.num_preemptions += 1
+        self._lately_preempted.append(victim)
+        return victim
 
 
 def _group(sequence: Sequence) -> RequestId | None:
@@ -212,8 +267,8 @@ def _group(sequence: Sequence) -> RequestId | None:
     return sequence.request_id if sequence.is_alone else None
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.admission_order, sequence.choice_index
+def _order(sequence: Sequence) -> tuple[bool, int, int]:
+    return sequence.is_best_effort, sequence.admission_order, sequence.choice_index
 
 
 def _next_chunk(sequence: Sequence, budget: int, pace: Pace) -> tuple[int, int]:

@@ -15,6 +15,7 @@ pairs of neighbours, and the rest one by one.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from math import isfinite
 
 import numpy as np
@@ -89,12 +90,16 @@ def _sample_row(raw: Logits, row: SampleRow) -> SampleResult:
         return failure(row)
     if row.params.temperature > 0:
         token_id = _sample_token(logits, float(logits[token_id]), row)
-    count = row.params.logprobs
-    return Sampled(token_id=token_id, logprobs=None if count is None else _logprobs(raw, token_id, count))
+    return Sampled(
+        token_id=token_id, logprobs=None if row.params.logprobs is None else _logprobs(raw, token_id, row.params)
+    )
 
 
 def failure(row: SampleRow) -> SampleFailure:
     """The result of a row from which no token can be sampled."""
+    if row.rules is not None:
+        reason = f"its allowed_token_ids, bad_words and logits leave no token at position {row.position}"
+        return SampleFailure(reason=reason)
     return SampleFailure(reason=f"the logits of token {row.position} have no finite maximum")
 
 
@@ -192,15 +197,32 @@ def _best(ids: Ids, scaled: Floats, words: Words) -> int:
     return int(ids[close[exact == exact.max()]].min())
 
 
-def _logprobs(raw: Logits, token_id: int, count: int) -> TokenLogprobs:
-    """Log-probabilities of the sampled token and of the `count` most likely ones, from the model's raw logits."""
+def _logprobs(raw: Logits, token_id: int, params: SamplingParams) -> TokenLogprobs:
+    """Log-probabilities of the token and of those to be reported with it, from the model's raw logits."""
     best = float(raw.max())
     log_total = best + float(elementary.log(elementary.exp(raw.astype(np.float64) - best).sum(keepdims=True))[0])
-    top = head(raw, count)
+    top = head(raw, params.logprobs or 0)
     chosen = raw[token_id]
-    return TokenLogprobs(
+    found = TokenLogprobs(
         logprob=float(chosen) - log_total,
         rank=1 + int((raw > chosen).sum()) + int((raw[:token_id] == chosen).sum()),
         top_ids=tuple(top.tolist()),
         top_logprobs=tuple((raw[top].astype(np.float64) - log_total).tolist()),
     )
+    return with_listed(found, params, logprobs_of(raw, params, log_total))
+
+
+def logprobs_of(raw: Logits, params: SamplingParams, log_total: float) -> list[float]:
+    """Log-probabilities of the row's `logprob_token_ids`. `log_total`: logarithm of the sum of all exponentials."""
+    logprobs: list[float] = (raw[[*params.logprob_token_ids]].astype(np.float64) - log_total).tolist()
+    return logprobs
+
+
+def with_listed(found: TokenLogprobs, params: SamplingParams, logprobs: Items[float]) -> TokenLogprobs:
+    """`found` with those of the row's `logprob_token_ids` that are not among the likeliest ones."""
+    if not params.logprob_token_ids:
+        return found
+    top = dict(zip(found.top_ids, found.top_logprobs, strict=True))
+    for token_id, logprob in zip(params.logprob_token_ids, logprobs, strict=True):
+        top.setdefault(token_id, logprob)
+    return replace(found, top_ids=tuple(top), top_logprobs=tuple(top.values()))

@@ -1,4 +1,4 @@
-"""One token stream on this worker: its tokens, its block table, how much of its KV is computed, and when it ends."""
+"""One token stream on this worker: its tokens, its block table, how much of its KV is computed, and its sampling."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from pdserve.base.block_hash import hash_blocks
-from pdserve.base.errors import RequestError
 from pdserve.base.ids import BlockHash, BlockId, RequestId, SequenceId, sequence_id
-from pdserve.base.sampling import (
-    ChoiceTokens,
-    FinishReason,
-    SamplingParams,
-    TokenLogprobs,
-    check_sampling,
-    check_vocabulary,
-)
+from pdserve.base.sampling import SamplingParams, TokenLogprobs
+from pdserve.engine.token_rules import TokenRules
+from pdserve.model.grammar import GrammarFailed, TokenBits
+from pdserve.model.thinking import OutputGrammar, OutputState, ThinkingState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +29,20 @@ class SampleRow:
     num_prompt: int
     #: Ids that end the choice.
     stop_ids: frozenset[int] = frozenset()
+    #: Follows `tokens`, and knows which ones may come next; None: all may.
+    grammar: OutputState | None = None
+    #: What the request says of tokens; None: nothing.
+    rules: TokenRules | None = None
+    #: `rules.allowed`; None: all tokens.
+    listed: TokenBits | None = None
     #: The token is the most likely one, and nothing else is reported about it.
     is_argmax: bool = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
         is_plain = params.temperature == 0 and params.logprobs is None and params.min_tokens == 0
-        object.__setattr__(self, "is_argmax", is_plain and not params.logit_bias and not self.penalizes)
+        is_edited = bool(params.logit_bias or self.grammar or self.rules) or self.penalizes
+        object.__setattr__(self, "is_argmax", is_plain and not is_edited)
 
     @property
     def position(self) -> int:
@@ -59,7 +61,34 @@ class SampleRow:
         return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
     def banned_at(self, position: int) -> tuple[int, ...]:
-        """Ids that must not be sampled at `position`: before `min_tokens`, all that would end the choice."""
+        """Ids that must not be sampled at `position`: before `min_tokens`, all that end the choice (see `allowed`).
+
+        And those that would complete a bad word, which are known at the present position only. None of them where the
+        end of thinking is required.
+        """
+        if isinstance(self.grammar, ThinkingState) and self.grammar.required(self.tokens, self.num_prompt) is not None:
+            return ()
+        early = () if self._knows_end else self._too_early(position)
+        if self.rules is None:
+            return early
+        return tuple(sorted({*early, *self.rules.forbidden(self.tokens, self.num_prompt)}))
+
+    def allowed(self) -> TokenBits | None:
+        """The tokens that grammar and rules allow now, valid until the next call; None: all.
+
+        With a grammar before `min_tokens`, none that would end the choice, unless it is complete. Raises
+        `GrammarFailed`.
+        """
+        if self.grammar is None:
+            return self.listed
+        early = self._too_early(self.position) if self._knows_end else ()
+        return self.grammar.allowed(self.tokens, self.num_prompt, early, self.listed)
+
+    @property
+    def _knows_end(self) -> bool:
+        return self.grammar is not None and self.grammar.knows_end
+
+    def _too_early(self, position: int) -> tuple[int, ...]:
         return tuple(sorted(self.stop_ids)) if position < self.params.min_tokens else ()
 
 
@@ -85,6 +114,8 @@ SampleResult = Sampled | SampleFailure
 
 def unprepared(error: Exception) -> SampleFailure:
     """The result of a row whose preparation has raised `error`, which the caller logs."""
+    if isinstance(error, GrammarFailed):
+        return SampleFailure(reason=f"its grammar allows no token: {error}", is_unprepared=True)
     name = type(error).__name__
     return SampleFailure(reason=f"its part of a step could not be prepared ({name})", is_unprepared=True)
 
@@ -127,6 +158,14 @@ class Sequence:
     admission_order: int = 0
     #: Computed in steps without other requests.
     is_alone: bool = False
+    #: Computed only in what the ITL budget of other requests leaves.
+    is_best_effort: bool = False
+    #: What each token of the prompt gives is wanted, so that no cached block spares the computing of any.
+    is_scored: bool = False
+    #: What the output may consist of; None: anything.
+    grammar: OutputGrammar | None = None
+    #: What the request says of tokens; None: nothing.
+    rules: TokenRules | None = None
     #: Inputs of sampling, once the sequence is a choice; None for a bare prompt.
     sampling: SampleRow | None = None
 
@@ -149,6 +188,7 @@ class Sequence:
             tokens=array("q", prompt),
             num_prompt=len(prompt),
             hashes=list(hashes),
+            rules=TokenRules.of(params),
         )
 
     @property
@@ -196,80 +236,3 @@ class Sequence:
         if len(self.hashes) < len(self.tokens) // block_size:
             self.hashes = hash_blocks(self.hash_key, self.tokens, block_size, self.hashes)
         return self.hashes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceLimits:
-    """Bounds of every sequence, from the model and the worker, and when a sequence ends."""
-
-    #: Prompt and output tokens together.
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int] = frozenset()
-
-    def check(self, prompt: Items[int], params: SamplingParams) -> None:
-        """Raises `RequestError` for a request that would break a step. Call it before anything of it is stored."""
-        if not prompt:
-            raise RequestError("The prompt has no tokens. Send at least one.", param="prompt")
-        if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                f"The prompt has {len(prompt)} tokens (limit {self.max_model_len - 1}, which leaves one for output). "
-                "Shorten the prompt.",
-                param="prompt",
-            )
-        check_vocabulary("prompt", prompt, self.vocab_size)
-        check_sampling(params, self.vocab_size)
-
-    def check_first_tokens(self, tokens: Items[int], params: SamplingParams) -> None:
-        """Raises `RequestError` unless there is one valid token per choice."""
-        if len(tokens) != params.n or not all(0 <= token < self.vocab_size for token in tokens):
-            raise RequestError(
-                f"first_tokens has {len(tokens)} token ids, but must have {params.n}, one for each choice, all between "
-                f"0 and {self.vocab_size - 1}.",
-                param="first_tokens",
-            )
-
-    def choice_tokens(self, sequence: Sequence, choice_index: int, sampled: Sampled) -> ChoiceTokens:
-        """The next token as the client receives it, with the reason if it ends the choice. Changes nothing."""
-        token, params, num_tokens = sampled.token_id, sequence.params, len(sequence.tokens)
-        index = num_tokens - sequence.num_prompt
-        reason: FinishReason | None = None
-        if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
-            reason = FinishReason.STOP
-        elif self._is_last(params, index, num_tokens):
-            reason = FinishReason.LENGTH
-        return ChoiceTokens(
-            choice_index=choice_index,
-            first_index=index,
-            token_ids=(token,),
-            logprobs=() if sampled.logprobs is None else (sampled.logprobs,),
-            finish_reason=reason,
-            stop_token_id=token if reason is FinishReason.STOP else None,
-        )
-
-    def can_run_ahead(self, sequence: Sequence) -> bool:
-        """Whether the step after the next can be launched before the next token is known.
-
-        The sequence may still end with that token, but only because of which one it is.
-        """
-        row = sequence.sampling
-        return row is not None and not self._is_last(row.params, row.position, len(row.tokens))
-
-    def sample_row(self, sequence: Sequence, choice_index: int) -> SampleRow:
-        """The inputs of sampling the sequence's next token, and all later ones."""
-        return SampleRow(
-            params=sequence.params,
-            choice_index=choice_index,
-            tokens=sequence.tokens,
-            num_prompt=sequence.num_prompt,
-            stop_ids=self.stop_ids(sequence.params),
-        )
-
-    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Token ids that end a sequence; none of them may be sampled before `min_tokens`."""
-        own = frozenset(params.stop_token_ids)
-        return own if params.ignore_eos else own | self.eos_token_ids
-
-    def _is_last(self, params: SamplingParams, index: int, num_tokens: int) -> bool:
-        """Whether the output's token `index`, which follows `num_tokens` tokens, is the last whichever it is."""
-        return index + 1 >= params.max_tokens or num_tokens + 1 >= self.max_model_len

@@ -13,8 +13,9 @@ from pdserve.base.workers import Tier
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.pace import Pace
 from pdserve.engine.running import RunningLimits
+from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import SampleFailure, SampleResult
-from pdserve.engine.step import Load, Scheduler, StepEvents, StepPlan
+from pdserve.engine.step import Load, StepEvents, StepPlan
 
 
 class SharingScheduler(Scheduler, Protocol):
@@ -31,7 +32,7 @@ class PromptScheduler(SharingScheduler, Protocol):
 
 
 class SharedScheduler:
-    """Implements `pdserve.engine.step.Scheduler`; every method is called on the step thread."""
+    """Implements `pdserve.engine.scheduler.Scheduler`; every method is called on the step thread."""
 
     def __init__(
         self, pool: BlockPool, *, prefill: PromptScheduler, decode: SharingScheduler, limits: RunningLimits

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import PdserveError
-from pdserve.base.ids import BlockId, BlockTables, RequestId, RouterId
-from pdserve.base.sampling import ChoiceTokens
+from pdserve.base.ids import AttemptId, BlockId, BlockTables, RequestId, RouterId
+from pdserve.base.sampling import ChoiceTokens, TokenLogprobs
 from pdserve.base.workers import Tier
 from pdserve.engine.block_pool import CacheEvents
+from pdserve.engine.hidden_sum import HiddenSum
 from pdserve.engine.pace import Pace
-from pdserve.engine.sequence import SampleFailure, SampleResult, SampleRow, Sequence
+from pdserve.engine.sequence import SampleRow, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +24,17 @@ class PrefillChunk:
     start: int
     stop: int
     samples: tuple[SampleRow, ...] = ()
+    #: What is sampled from its first rows, one from each: the tokens that follow them in the prompt.
+    scores: tuple[SampleRow, ...] = ()
+    #: Where the hidden states of `pooled_rows` are added, of a prompt that is pooled.
+    pool: HiddenSum | None = None
+    #: Rows of the chunk, from 0. Only chunks that have neither samples nor scores have them.
+    pooled_rows: range = range(0)
+
+    @property
+    def num_logits(self) -> int:
+        """Rows whose logits, or hidden states, are needed."""
+        return len(self.scores) + bool(self.samples) + len(self.pooled_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +45,7 @@ class LayersWritten:
     """
 
     request_id: RequestId
+    attempt: int
     num_layers: int
     num_computed: int
     #: All blocks of the prompt, in order.
@@ -47,8 +58,8 @@ class LayersWritten:
 class StepPlan:
     """Work of one step: the last token of each decoding sequence, and chunks of sequences in prefill.
 
-    Each decoding sequence gets one token, sampled by its `sampling`. Samples are in the order of the rows, those of
-    decoding sequences first.
+    Each decoding sequence gets one token, sampled by its `sampling`. Samples are in the order of the rows: those of
+    decoding sequences first, and those of a chunk behind its scores.
     """
 
     decoding: tuple[Sequence, ...] = ()
@@ -61,6 +72,11 @@ class StepPlan:
     is_ahead: bool = False
 
     @property
+    def is_pooled(self) -> bool:
+        """Whether the step computes hidden states instead of logits."""
+        return any(chunk.pooled_rows for chunk in self.chunks)
+
+    @property
     def num_prefill_tokens(self) -> int:
         """Tokens of the chunks."""
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
@@ -69,9 +85,12 @@ class StepPlan:
         """All samples in order, and for each the row of logits that it is sampled from; n choices can share a row."""
         rows = [sequence.sampling for sequence in self.decoding if sequence.sampling is not None]
         logits_rows = list(range(len(rows)))
-        for index, chunk in enumerate((chunk for chunk in self.chunks if chunk.samples), len(rows)):
-            rows += chunk.samples
-            logits_rows += [index] * len(chunk.samples)
+        num_logits = len(rows)
+        for chunk in self.chunks:
+            rows += (*chunk.scores, *chunk.samples)
+            last = num_logits + len(chunk.scores)
+            logits_rows += (*range(num_logits, last), *[last] * len(chunk.samples))
+            num_logits += chunk.num_logits
         return rows, logits_rows
 
     def without(self, request_ids: Collection[RequestId]) -> StepPlan:
@@ -88,12 +107,12 @@ class StepPlan:
         return [*self.decoding, *(chunk.sequence for chunk in self.chunks)]
 
 
-# Events for the service.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
     """The request holds its blocks. In each KV group those from `first_missing` on are to be received."""
 
     request_id: RequestId
+    attempt: int
     #: All blocks of the prompt, in order.
     block_tables: BlockTables
     num_cached_blocks: int
@@ -106,6 +125,7 @@ class RequestStarted:
     """The request was scheduled for the first time, in this step."""
 
     request_id: RequestId
+    attempt: int
     #: False only for a decode request whose KV was received.
     prefilled_locally: bool
     #: Prompt tokens found in the prefix cache.
@@ -119,9 +139,30 @@ class PrefillProgress:
     """KV of prompt tokens `[0, num_computed)` is stored; reported after each chunk."""
 
     request_id: RequestId
+    attempt: int
     num_computed: int
     num_prompt: int
     num_cached: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """Log-probabilities of prompt tokens `[first, first + len(logprobs))`, each given all tokens before it."""
+
+    request_id: RequestId
+    attempt: int
+    first: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptEmbedding:
+    """The embedding of a prompt, whose last chunk was computed."""
+
+    request_id: RequestId
+    attempt: int
+    #: Little-endian float32.
+    values: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +170,7 @@ class RequestTokens:
     """New tokens of a request, at most one `ChoiceTokens` per choice."""
 
     request_id: RequestId
+    attempt: int
     choices: tuple[ChoiceTokens, ...]
 
 
@@ -137,6 +179,7 @@ class RequestFailure:
     """The request failed and holds no resources any more; other requests are not affected."""
 
     request_id: RequestId
+    attempt: int
     error: PdserveError
     #: No row could be prepared for it; otherwise its logits were at fault.
     is_unprepared: bool = False
@@ -150,67 +193,15 @@ class StepEvents:
     grants: tuple[Grant, ...] = ()
     started: tuple[RequestStarted, ...] = ()
     progress: tuple[PrefillProgress, ...] = ()
+    scores: tuple[PromptScores, ...] = ()
+    embeddings: tuple[PromptEmbedding, ...] = ()
     tokens: tuple[RequestTokens, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
     #: Requests with a preempted sequence, once for each such sequence.
-    preempted: tuple[RequestId, ...] = ()
+    preempted: tuple[AttemptId, ...] = ()
     #: Decode: requests whose choices have all ended; they hold no resources any more.
-    finished: tuple[RequestId, ...] = ()
+    finished: tuple[AttemptId, ...] = ()
     cache: CacheEvents = field(default_factory=CacheEvents)
-
-
-@dataclass(slots=True, kw_only=True)
-class EventLog:
-    """Collects events between two steps; a scheduler owns one."""
-
-    tier: Tier
-    grants: list[Grant] = field(default_factory=list)
-    started: list[RequestStarted] = field(default_factory=list)
-    progress: list[PrefillProgress] = field(default_factory=list)
-    tokens: dict[RequestId, list[ChoiceTokens]] = field(default_factory=dict)
-    failures: list[RequestFailure] = field(default_factory=list)
-    preempted: list[RequestId] = field(default_factory=list)
-    finished: list[RequestId] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return any(
-            (self.grants, self.started, self.progress, self.tokens, self.failures, self.preempted, self.finished)
-        )
-
-    def fail(self, request_id: RequestId, failure: SampleFailure) -> None:
-        """Report a request that ends because of a failure."""
-        error = PdserveError(f"Request {request_id} cannot go on: {failure.reason}.")
-        self.failures.append(RequestFailure(request_id=request_id, error=error, is_unprepared=failure.is_unprepared))
-
-    def forget_finished(self, request_id: RequestId) -> None:
-        """Do not report that a request has finished, if that is still to be reported."""
-        if request_id in self.finished:
-            self.finished.remove(request_id)
-
-    def drain(self, cache: CacheEvents) -> StepEvents:
-        """Return all events since the last call."""
-        events = StepEvents(
-            tier=self.tier,
-            grants=tuple(self.grants),
-            started=tuple(self.started),
-            progress=tuple(self.progress),
-            tokens=tuple(
-                RequestTokens(request_id=request_id, choices=tuple(choices))
-                for request_id, choices in self.tokens.items()
-            ),
-            failures=tuple(self.failures),
-            preempted=tuple(self.preempted),
-            finished=tuple(self.finished),
-            cache=cache,
-        )
-        self.grants.clear()
-        self.started.clear()
-        self.progress.clear()
-        self.tokens.clear()
-        self.failures.clear()
-        self.preempted.clear()
-        self.finished.clear()
-        return events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,32 +260,3 @@ class StepOutput:
     num_tokens: int
     #: The share of `num_tokens` that prefills prompts or recomputes preempted sequences.
     num_prefill_tokens: int
-
-
-class Scheduler(Protocol):
-    """Policy of one tier: pure, driven by the step thread only."""
-
-    def has_work(self) -> bool:
-        """Whether a step would compute or report anything. If not, only a call from outside can change that."""
-
-    def schedule(self, pace: Pace) -> StepPlan:
-        """Plan the next step, expected to run at `pace`. Only `plan_ahead` may be called before its `update`."""
-
-    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after `plan`, which is in flight; None when that depends on the tokens of `plan`.
-
-        `update` must follow for both, in order. Sequences may end in the first; their results of the second are
-        dropped.
-        """
-
-    def update(self, plan: StepPlan, sampled: Items[SampleResult]) -> StepEvents:
-        """Process the results of a step: one for each decoding sequence, then one for each sample of the chunks.
-
-        Allocates no blocks: a step in flight may still write to those that are freed here.
-        """
-
-    def fail(self, request_id: RequestId, failure: SampleFailure) -> None:
-        """End a request of the plan that `schedule` has just returned, which is then run without it."""
-
-    def load(self) -> Load:
-        """The current load."""

@@ -11,20 +11,27 @@ device. A sequence that ends in step 2 is still part of step 3, which writes to 
 cannot be handed out before step 3 has been collected, because blocks are only allocated with nothing in flight: in
 calls, and in `Scheduler.schedule`. The one exception is `Scheduler.plan_ahead`, which allocates only if no sequence has
 ended.
+
+A step that runs on the CPU and computes only requests that have ended in the meantime (`EndedRequests`) ends between
+two layers, as if it had computed nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
+from kernels.decoder import PassInterrupted
 from pdserve.base.ids import RequestId
 from pdserve.base.logs import get_logger
+from pdserve.engine.ended_requests import EndedRequests
 from pdserve.engine.pace import PaceMeter
 from pdserve.engine.runner import Results, Runner
+from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import SampleFailure, unprepared
-from pdserve.engine.step import LayersWritten, Scheduler, StepDurations, StepOutput, StepPlan
+from pdserve.engine.step import LayersWritten, StepDurations, StepOutput, StepPlan
 from pdserve.model.batch import Batch
 
 log = get_logger(__name__)
@@ -64,6 +71,8 @@ class Stepper:
         self.computed_at = 0.0
         #: The requests of the step at work; after an error, of the one that has failed.
         self._plan = StepPlan()
+        #: Requests whose results are no longer wanted.
+        self.ended_requests = EndedRequests(runner.interrupt)
 
     @property
     def requests(self) -> frozenset[RequestId]:
@@ -150,7 +159,13 @@ class Stepper:
         # Layer reports, which only chunks have, are sent during the launch and must not overtake the previous step.
         if plan.chunks or not self._runner.overlaps:
             self.publish()
-        results = self._runner.launch(plan, batch, self._on_layers)
+        try:
+            with self.ended_requests.computing(plan):
+                results = self._runner.launch(plan, batch, self._on_layers)
+        except PassInterrupted:
+            # The call that ends its requests comes next.
+            plan = plan.without({sequence.request_id for sequence in plan.scheduled()})
+            results = partial(self._runner.sample, plan, None)
         return _StepInFlight(
             plan=plan,
             results=results,

@@ -8,17 +8,28 @@ context_lens    3         8    6          each row attends to positions up to it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kernels.ops import KvRows
 
+#: The fields of a batch that are tensors.
+TENSORS = (
+    "token_ids",
+    "positions",
+    "slot_mapping",
+    "query_starts",
+    "context_lens",
+    "block_tables",
+    "logits_rows",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Input of `Decoder.forward`; int64 tensors. Written blocks must belong to the sequence alone."""
+    """Input of `Decoder.forward`; tensors are int64. Written blocks must belong to the sequence alone."""
 
     #: [num_tokens]
     token_ids: Tensor
@@ -34,10 +45,12 @@ class Batch:
     block_tables: Tensor
     #: [num_logits] rows whose logits are requested; may be empty.
     logits_rows: Tensor
+    #: Hidden states of these rows after the final norm are requested instead of logits.
+    hidden_only: bool = False
 
     def to(self, device: torch.device) -> Batch:
         """A copy on another device."""
-        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        return replace(self, **{name: getattr(self, name).to(device) for name in TENSORS})
 
     def kv_rows(self) -> KvRows:
         """The fields of `kernels.ops.KvRows`."""

@@ -1,13 +1,16 @@
-"""Renders a model's chat template in jinja2's immutable sandbox, within limits on time and size. No torch.
+"""Renders a chat template in jinja2's immutable sandbox, within limits on time and size. No torch.
 
-The operator chooses the model, and with it the template; clients supply only the messages. The limits turn a template
-that runs forever, by itself or on hostile messages, into an error of one request.
+The operator chooses the model, and with it the template; clients supply only the messages, unless the operator trusts
+them with templates, too. The limits turn a template that runs forever, by itself or on hostile messages, into an error
+of one request.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -25,6 +28,12 @@ from pdserve.model.template_limits import (
 RENDER_TIMEOUT_S = 5.0
 _MAX_TEMPLATE_CHARS = 1_000_000
 _MAX_TEMPLATE_BYTES = 4 * _MAX_TEMPLATE_CHARS
+#: The field with a client's template, for errors.
+_OWN = "chat_template"
+_SYSTEM_ROLES = ("system", "developer")
+#: What a template raises on messages that it was not written for, and what no message explains.
+_REJECTIONS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+_FAILURES = (ArithmeticError, RecursionError, MemoryError)
 #: Variables that hold the model's special tokens.
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -40,9 +49,14 @@ class ChatTemplate:
         timeout_s: float = RENDER_TIMEOUT_S,
     ) -> None:
         """`source` None: the model has no template. Raises `SetupError` when the template is invalid."""
-        self._special_tokens = dict(special_tokens)
+        #: The template's text; empty: there is none.
+        self.source = source or ""
+        self.special_tokens = dict(special_tokens)
         self._timeout_s = timeout_s
+        self._is_clients = False
         self._template: jinja2.Template | None = None
+        #: The variables that the template reads.
+        self.variables: frozenset[str] = frozenset()
         if source is None:
             return
         if len(source) > _MAX_TEMPLATE_CHARS:
@@ -51,7 +65,7 @@ class ChatTemplate:
             )
         token = METER.set(Meter.start(timeout_s))  # Constants are computed here.
         try:
-            self._template = compiled(source)
+            self._template, self.variables = compiled(source)
         except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError, ArithmeticError, MemoryError) as error:
             raise SetupError(f"{where} is not a valid chat template: {error}.") from error
         finally:
@@ -68,6 +82,18 @@ class ChatTemplate:
         separate = Fields.read_optional(model_dir / "chat_template.json")
         source = separate if separate.has("chat_template") else config
         return cls(_template_text(source), special, source.where)
+
+    @classmethod
+    def of_client(cls, source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+        """A client's template. Raises `RequestError` with the line of what is wrong with it. Call it in a thread."""
+        try:
+            template = cls(source, special_tokens)
+        except SetupError as error:
+            cause = error.__cause__ or error
+            text = cause.message if isinstance(cause, jinja2.TemplateError) else type(cause).__name__
+            raise RequestError(f"`{_OWN}` is not a valid template{_line_of(cause)}: {text}", param=_OWN) from error
+        template._is_clients = True
+        return template
 
     @property
     def exists(self) -> bool:
@@ -88,7 +114,7 @@ class ChatTemplate:
         variables = {
             "tools": None,
             "documents": None,
-            **self._special_tokens,
+            **self.special_tokens,
             **kwargs,
             "messages": [_with_plain_content(message, index) for index, message in enumerate(messages)],
             "add_generation_prompt": add_generation_prompt,
@@ -96,12 +122,45 @@ class ChatTemplate:
         token = METER.set(Meter.start(self._timeout_s))
         try:
             return _collect(self._template, variables)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        except _REJECTIONS as error:
+            if self._is_clients:
+                raise RequestError(f"`{_OWN}` failed{_line_of(error)}: {error}", param=_OWN) from error
+            if self._refuses_roles(variables):
+                raise RequestError(
+                    f"The chat template refuses the system message: {error}. Put its text into a message of the user.",
+                    param="messages",
+                ) from error
             raise RequestError(f"The chat template rejects these messages: {error}", param="messages") from error
-        except (ArithmeticError, RecursionError, MemoryError) as error:
-            raise RequestError(f"The chat template failed: {type(error).__name__}", param="messages") from error
+        except _FAILURES as error:
+            name = type(error).__name__
+            if self._is_clients:
+                raise RequestError(f"`{_OWN}` failed{_line_of(error)}: {name}", param=_OWN) from error
+            raise RequestError(f"The chat template failed: {name}", param="messages") from error
         finally:
             METER.reset(token)
+
+    def _refuses_roles(self, variables: Mapping[str, Any]) -> bool:
+        """Whether it takes the messages without those of the system. Within what is left of the limits."""
+        messages = variables["messages"]
+        others = [message for message in messages if message.get("role") not in _SYSTEM_ROLES]
+        if not others or len(others) == len(messages):
+            return False
+        assert self._template is not None
+        try:
+            _collect(self._template, {**variables, "messages": others})
+        except (*_REJECTIONS, *_FAILURES, RequestError):
+            return False
+        return True
+
+
+def _line_of(error: BaseException) -> str:
+    """Where in a template an error is, as a part of a sentence; empty: unknown."""
+    line = error.lineno if isinstance(error, jinja2.TemplateSyntaxError) else None
+    if line is None:
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [number for frame, number in frames if frame.f_code.co_filename == "<template>"]
+        line = lines[-1] if lines else None
+    return "" if line is None else f" in line {line}"
 
 
 def _collect(template: jinja2.Template, variables: Mapping[str, object]) -> str:

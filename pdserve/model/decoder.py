@@ -46,6 +46,8 @@ class Decoder:
         self.kernels = opened.choice
         #: Counters of the backend's own threads; None: it has none.
         self.thread_counters = opened.thread_counters
+        #: Ends forward passes between two layers; None: the backend runs every pass to its end.
+        self.interrupt = opened.kernel.interrupt
         #: Samples with the backend's own threads; None: it does not.
         self.row_sampler = opened.row_sampler
 
@@ -57,12 +59,17 @@ class Decoder:
     def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         """Float32 logits [num_logits, vocab_size] of the batch's `logits_rows`, valid until the next call.
 
+        Of a batch that is `hidden_only`: hidden states after the final norm, float32 [num_logits, hidden_size].
         kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] contiguous, of the model's dtype, or
         float8_e4m3fn when the kernels' options have `kv_scales`.
         `on_layer` is called after each layer, or never (`kernels.decoder.DecoderKernel`).
         With several ranks, all compute the same batch, each in its own cache. Only rank 0 has the logits.
+        Raises `PassInterrupted`.
         """
-        return self._kernel.forward(batch.token_ids, batch.kv_rows(), batch.logits_rows, kv_cache, on_layer)
+        rows, hidden_only = batch.kv_rows(), batch.hidden_only
+        return self._kernel.forward(
+            batch.token_ids, rows, batch.logits_rows, kv_cache, on_layer, hidden_only=hidden_only
+        )
 
 
 def decoder_shape(config: ModelConfig) -> DecoderShape:

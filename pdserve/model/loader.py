@@ -41,6 +41,26 @@ class TensorFile(Protocol):
     def get_tensor(self, name: str) -> Tensor: ...
 
 
+#: What names start with in a checkpoint of a whole model.
+_BASE = "model."
+
+
+class _BaseModelFile:
+    """A file of a checkpoint that was saved without a head, as those of embedding models are."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file = file
+
+    def keys(self) -> list[str]:
+        return [_BASE + name for name in self._file.keys()]  # noqa: SIM118 - it is no mapping
+
+    def get_slice(self, name: str) -> _Slice:
+        return self._file.get_slice(name.removeprefix(_BASE))
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._file.get_tensor(name.removeprefix(_BASE))
+
+
 def load_decoder(
     model_dir: Path,
     *,
@@ -159,6 +179,8 @@ def open_checkpoint(model_dir: Path, device: str = "cpu") -> Iterator[dict[str, 
             except (SafetensorError, OSError) as error:
                 raise SetupError(f"{path} is not a readable safetensors file: {error}.") from error
             file_of |= dict.fromkeys(file.keys(), file)
+        if "embed_tokens.weight" in file_of:
+            file_of = {_BASE + name: _BaseModelFile(file) for name, file in file_of.items()}
         yield file_of
 
 

@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -163,10 +163,15 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def compiled(source: str) -> jinja2.Template:
-    """The template; constants in it are computed here. Raises errors of jinja2 and of the compiler."""
+def compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
+    """The template and the variables that it reads; constants are computed here.
+
+    Raises errors of jinja2 and of the compiler.
+    """
     environment = Environment()
-    return environment.from_string(_Bounded().visit(environment.parse(source)))
+    parsed = environment.parse(source)
+    variables = frozenset(meta.find_undeclared_variables(parsed))
+    return environment.from_string(_Bounded().visit(parsed)), variables
 
 
 def _tojson(

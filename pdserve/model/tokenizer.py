@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -43,6 +43,8 @@ class Tokenizer:
         where: str = "",
         literal: LiteralText | None = None,
         isolated: IsolatedEncoder | None = None,
+        *,
+        can_encode: bool = True,
     ) -> None:
         """`isolated` encodes in place of `tokenizer`. Raises `SetupError` when the decoder is not supported."""
         tokenizer.no_truncation()
@@ -50,6 +52,8 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._literal = literal
         self._isolated = isolated
+        #: Whether `encode` may be called; if not, the tokenizer only knows tokens.
+        self.can_encode = can_encode
         #: Token ids that end a completion.
         self.eos_token_ids = eos_token_ids
         self._bytes_of, self._strips_first_space = token_decoder(_decoder_of(tokenizer, where))
@@ -130,6 +134,11 @@ class Tokenizer:
             data = self._token_bytes[token_id] = self._bytes_of(token)
         return data
 
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of the tokens that are markers, by their texts."""
+        return {self.token_str(token_id): token_id for token_id in sorted(self._special)}
+
     def is_special(self, token_id: int) -> bool:
         """Whether the token is a marker (end of text, role) and not text."""
         return token_id in self._special
@@ -152,9 +161,13 @@ class StreamDetokenizer:
     All increments and `finish()` together are `Tokenizer.decode` of all tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, kept_tokens: Collection[int] = ()
+    ) -> None:
+        """`kept_tokens`: special tokens that are not skipped."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._kept_tokens = frozenset(kept_tokens)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._at_start = tokenizer.strips_first_space
 
@@ -164,7 +177,7 @@ class StreamDetokenizer:
         data = b"".join(
             tokenizer.token_bytes(token_id)
             for token_id in token_ids
-            if not (self._skip_special_tokens and tokenizer.is_special(token_id))
+            if not self._skip_special_tokens or not tokenizer.is_special(token_id) or token_id in self._kept_tokens
         )
         if self._at_start and data:
             data = data.removeprefix(b" ")

@@ -23,10 +23,11 @@ log = get_logger(__name__)
 _STEPS = ("normalizer", "pre_tokenizer", "post_processor")
 
 
-def read_tokenizer(model_dir: Path, *, special_tokens_in_text: bool = True) -> Tokenizer:
+def read_tokenizer(model_dir: Path, *, special_tokens_in_text: bool = True, encodes: bool = True) -> Tokenizer:
     """Reads `tokenizer.json`, and the end-of-text tokens from the config files. Raises `SetupError`.
 
     `special_tokens_in_text`: whether texts of users that spell a special token have it (`Tokenizer.literal`).
+    `encodes`: whether texts of users will be encoded. If not, no process is started for it (`Tokenizer.can_encode`).
     """
     path = model_dir / "tokenizer.json"
     text = read_text(path, MAX_TOKENIZER_BYTES)
@@ -38,12 +39,13 @@ def read_tokenizer(model_dir: Path, *, special_tokens_in_text: bool = True) -> T
             literal, document = LiteralText.prepare(document, ids, str(path))
             text = json.dumps(document)
         if (step := unbounded_step(document)) is not None:
-            log.warning("tokenizer_isolated", tokenizer=path, step=step)
-            isolated = EncoderProcess(text, str(path))
+            if encodes:
+                log.warning("tokenizer_isolated", tokenizer=path, step=step)
+                isolated = EncoderProcess(text, str(path))
             # Even reading would run these steps, on the tokens that are found after normalizing.
             text = json.dumps({**document, **dict.fromkeys(_STEPS)})
         tokenizer = tokenizers.Tokenizer.from_str(text)
-    made = Tokenizer(tokenizer, ids, str(path), literal, isolated)
+    made = Tokenizer(tokenizer, ids, str(path), literal, isolated, can_encode=step is None or isolated is not None)
     if isolated is not None:
         isolated.start()
     return made

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/common.proto\x12\npdserve.v1\"\xa5\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x12\n\nmax_tokens\x18\x0c \x01(\r\x12\x0c\n\x04seed\x18\r \x01(\x03\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x12\t\n\x01n\x18\x0f \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"U\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xd8\x01\n\x0c\x43hoiceTokens\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"S\n\nRequestRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\r\n\x05\x61lone\x18\x04 \x01(\x08\"\x0b\n\tKeepAlive\"X\n\x05\x45rror\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x12\n\x05param\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\x42\x08\n\x06_param\"K\n\x06Sealed\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x14\n\x0csealed_at_ms\x18\x02 \x01(\x04\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x0b\n\x03mac\x18\x04 \x01(\x0c*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/common.proto\x12\npdserve.v1\"\xc8\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x12\n\nmax_tokens\x18\x0c \x01(\r\x12\x0c\n\x04seed\x18\r \x01(\x03\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x12\t\n\x01n\x18\x0f \x01(\r\x12\x0f\n\x07grammar\x18\x10 \x01(\t\x12\x19\n\x11\x61llowed_token_ids\x18\x11 \x03(\r\x12,\n\tbad_words\x18\x12 \x03(\x0b\x32\x19.pdserve.v1.TokenSequence\x12\x19\n\x11logprob_token_ids\x18\x13 \x03(\r\x12,\n\x08thinking\x18\x14 \x01(\x0b\x32\x1a.pdserve.v1.ThinkingBudget\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"s\n\x0eThinkingBudget\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x0f\n\x07is_open\x18\x02 \x01(\x08\x12\x0f\n\x07opening\x18\x03 \x01(\t\x12\x10\n\x08\x63losings\x18\x04 \x03(\t\x12\x19\n\x11\x63losing_token_ids\x18\x05 \x03(\r\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"U\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xd8\x01\n\x0c\x43hoiceTokens\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"{\n\nRequestRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\r\n\x05\x61lone\x18\x04 \x01(\x08\x12\x11\n\twaited_ms\x18\x05 \x01(\x04\x12\x13\n\x0b\x62\x65st_effort\x18\x06 \x01(\x08\"\x0b\n\tKeepAlive\"X\n\x05\x45rror\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x12\n\x05param\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\x42\x08\n\x06_param\"K\n\x06Sealed\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x14\n\x0csealed_at_ms\x18\x02 \x01(\x04\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x0b\n\x03mac\x18\x04 \x01(\x0c*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,22 +33,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1034
-  _globals['_FINISHREASON']._serialized_end=1129
+  _globals['_FINISHREASON']._serialized_start=1390
+  _globals['_FINISHREASON']._serialized_end=1485
   _globals['_SAMPLINGPARAMS']._serialized_start=40
-  _globals['_SAMPLINGPARAMS']._serialized_end=461
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=400
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=448
-  _globals['_TOKENLOGPROBS']._serialized_start=463
-  _globals['_TOKENLOGPROBS']._serialized_end=548
-  _globals['_CHOICETOKENS']._serialized_start=551
-  _globals['_CHOICETOKENS']._serialized_end=767
-  _globals['_REQUESTREF']._serialized_start=769
-  _globals['_REQUESTREF']._serialized_end=852
-  _globals['_KEEPALIVE']._serialized_start=854
-  _globals['_KEEPALIVE']._serialized_end=865
-  _globals['_ERROR']._serialized_start=867
-  _globals['_ERROR']._serialized_end=955
-  _globals['_SEALED']._serialized_start=957
-  _globals['_SEALED']._serialized_end=1032
+  _globals['_SAMPLINGPARAMS']._serialized_end=624
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=563
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=611
+  _globals['_THINKINGBUDGET']._serialized_start=626
+  _globals['_THINKINGBUDGET']._serialized_end=741
+  _globals['_TOKENSEQUENCE']._serialized_start=743
+  _globals['_TOKENSEQUENCE']._serialized_end=777
+  _globals['_TOKENLOGPROBS']._serialized_start=779
+  _globals['_TOKENLOGPROBS']._serialized_end=864
+  _globals['_CHOICETOKENS']._serialized_start=867
+  _globals['_CHOICETOKENS']._serialized_end=1083
+  _globals['_REQUESTREF']._serialized_start=1085
+  _globals['_REQUESTREF']._serialized_end=1208
+  _globals['_KEEPALIVE']._serialized_start=1210
+  _globals['_KEEPALIVE']._serialized_end=1221
+  _globals['_ERROR']._serialized_start=1223
+  _globals['_ERROR']._serialized_end=1311
+  _globals['_SEALED']._serialized_start=1313
+  _globals['_SEALED']._serialized_end=1388
 # @@protoc_insertion_point(module_scope)

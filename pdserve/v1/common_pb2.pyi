@@ -80,6 +80,11 @@ class SamplingParams(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    THINKING_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     top_p: _builtins.float
     top_k: _builtins.int
@@ -95,10 +100,33 @@ class SamplingParams(_message.Message):
     logprobs: _builtins.int
     """Number of alternatives reported per token; absent: no log-probabilities."""
     n: _builtins.int
+    grammar: _builtins.str
+    """What the output has to match, in the form of pdserve/model/grammar.py; empty:
+    anything. Only for workers whose record says that they read grammars.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The rest only for workers whose record has at least the version of
+        pdserve/base/sampling.py:SAMPLING_VERSION that these fields need.
+        The only tokens of the output; empty: all.
+        """
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
+        """Sequences of tokens that the output does not contain."""
+
+    @_builtins.property
+    def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens whose log-probabilities are reported beside the likeliest ones."""
+
+    @_builtins.property
+    def thinking(self) -> Global___ThinkingBudget:
+        """Absent: the output thinks as long as it does."""
+
     def __init__(
         self,
         *,
@@ -117,10 +145,15 @@ class SamplingParams(_message.Message):
         seed: _builtins.int = ...,
         logprobs: _builtins.int | None = ...,
         n: _builtins.int = ...,
+        grammar: _builtins.str = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[Global___TokenSequence] | None = ...,
+        logprob_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        thinking: Global___ThinkingBudget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "thinking", b"thinking", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -129,9 +162,72 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
+class ThinkingBudget(_message.Message):
+    """How many tokens of an output are thinking at most. What is thinking follows from
+    the text of the output.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_OPEN_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
+    CLOSINGS_FIELD_NUMBER: _builtins.int
+    CLOSING_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    max_tokens: _builtins.int
+    is_open: _builtins.bool
+    """The prompt ends within thinking."""
+    opening: _builtins.str
+    @_builtins.property
+    def closings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts of which each ends thinking."""
+
+    @_builtins.property
+    def closing_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens that follow `max_tokens` of thinking, one after the other."""
+
+    def __init__(
+        self,
+        *,
+        max_tokens: _builtins.int = ...,
+        is_open: _builtins.bool = ...,
+        opening: _builtins.str = ...,
+        closings: _abc.Iterable[_builtins.str] | None = ...,
+        closing_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closing_token_ids", b"closing_token_ids", "closings", b"closings", "is_open", b"is_open", "max_tokens", b"max_tokens", "opening", b"opening"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ThinkingBudget: _TypeAlias = ThinkingBudget  # noqa: Y015
+
+@_typing.final
+class TokenSequence(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
+
+@_typing.final
 class TokenLogprobs(_message.Message):
-    """Log-probabilities of an emitted token and of the most likely alternatives, in
-    descending order. Natural logarithm of the raw softmax, before penalties and
+    """Log-probabilities of an emitted token, of the most likely alternatives in
+    descending order, and behind them of those tokens of `logprob_token_ids` that are
+    not among them. Natural logarithm of the raw softmax, before penalties and
     temperature.
     """
 
@@ -221,6 +317,8 @@ class RequestRef(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     ALONE_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
+    BEST_EFFORT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     router_id: _builtins.str
@@ -229,6 +327,14 @@ class RequestRef(_message.Message):
     """
     alone: _builtins.bool
     """Compute it in steps without other requests: workers have failed under it."""
+    waited_ms: _builtins.int
+    """Time since the router first gave the request to workers. One that has lost its
+    worker keeps its age: workers take older requests first.
+    """
+    best_effort: _builtins.bool
+    """Compute it only in what the ITL budget of other requests leaves. Workers that
+    do not know the field compute it as any other.
+    """
     def __init__(
         self,
         *,
@@ -236,10 +342,12 @@ class RequestRef(_message.Message):
         attempt: _builtins.int = ...,
         router_id: _builtins.str = ...,
         alone: _builtins.bool = ...,
+        waited_ms: _builtins.int = ...,
+        best_effort: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "attempt", b"attempt", "request_id", b"request_id", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "attempt", b"attempt", "best_effort", b"best_effort", "request_id", b"request_id", "router_id", b"router_id", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,6 +28,13 @@ class DecodeRequest(_message.Message):
     closes the connection, even after the last token. Closing it frees everything.
     A worker whose record has keep_alive_s sends something at least that often, for
     as long as its step loop makes progress.
+
+    A connection serves the attempt of its start, and those that the router names on
+    it later. renew_ticket and prefill_locally carry theirs: an older one is dropped
+    and counted. The others need none. The connection keeps their order, so that
+    keep_lease is for the ticket granted last. stop_choice and catch_up say what the
+    client has, which no attempt changes. hand_off has a ticket, and replicate_to an
+    epoch: where the blocks go, a stale commit is refused.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -28,8 +28,8 @@ if _version_not_supported:
 
 class DiagnosticsServiceStub:
     """For operators, on workers of both tiers: facts and test transfers for `pdserve
-    doctor`, `pdserve drain` and `pdserve role`. In a cluster with a secret each
-    request is sealed, and its other fields are empty.
+    doctor`, `pdserve drain`, `pdserve rebalance` and `pdserve role`. In a cluster
+    with a secret each request is sealed, and its other fields are empty.
     """
 
     def __init__(self, channel):
@@ -68,12 +68,17 @@ class DiagnosticsServiceStub:
                 request_serializer=pdserve_dot_v1_dot_diagnostics__pb2.ChangeRoleRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_diagnostics__pb2.ChangeRoleResponse.FromString,
                 _registered_method=True)
+        self.Rebalance = channel.unary_unary(
+                '/pdserve.v1.DiagnosticsService/Rebalance',
+                request_serializer=pdserve_dot_v1_dot_diagnostics__pb2.RebalanceRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_diagnostics__pb2.RebalanceResponse.FromString,
+                _registered_method=True)
 
 
 class DiagnosticsServiceServicer:
     """For operators, on workers of both tiers: facts and test transfers for `pdserve
-    doctor`, `pdserve drain` and `pdserve role`. In a cluster with a secret each
-    request is sealed, and its other fields are empty.
+    doctor`, `pdserve drain`, `pdserve rebalance` and `pdserve role`. In a cluster
+    with a secret each request is sealed, and its other fields are empty.
     """
 
     def Describe(self, request, context):
@@ -124,6 +129,14 @@ class DiagnosticsServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rebalance(self, request, context):
+        """Asks running requests to move to other decode workers with room, a few at a
+        time: those that run longest. Decode workers only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DiagnosticsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -157,6 +170,11 @@ def add_DiagnosticsServiceServicer_to_server(servicer, server):
                     request_deserializer=pdserve_dot_v1_dot_diagnostics__pb2.ChangeRoleRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_diagnostics__pb2.ChangeRoleResponse.SerializeToString,
             ),
+            'Rebalance': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rebalance,
+                    request_deserializer=pdserve_dot_v1_dot_diagnostics__pb2.RebalanceRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_diagnostics__pb2.RebalanceResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'pdserve.v1.DiagnosticsService', rpc_method_handlers)
@@ -167,8 +185,8 @@ def add_DiagnosticsServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class DiagnosticsService:
     """For operators, on workers of both tiers: facts and test transfers for `pdserve
-    doctor`, `pdserve drain` and `pdserve role`. In a cluster with a secret each
-    request is sealed, and its other fields are empty.
+    doctor`, `pdserve drain`, `pdserve rebalance` and `pdserve role`. In a cluster
+    with a secret each request is sealed, and its other fields are empty.
     """
 
     @staticmethod
@@ -323,6 +341,33 @@ class DiagnosticsService:
             '/pdserve.v1.DiagnosticsService/ChangeRole',
             pdserve_dot_v1_dot_diagnostics__pb2.ChangeRoleRequest.SerializeToString,
             pdserve_dot_v1_dot_diagnostics__pb2.ChangeRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rebalance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.DiagnosticsService/Rebalance',
+            pdserve_dot_v1_dot_diagnostics__pb2.RebalanceRequest.SerializeToString,
+            pdserve_dot_v1_dot_diagnostics__pb2.RebalanceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,8 +29,8 @@ GRPC_VERSION: str
 
 class DiagnosticsServiceStub:
     """For operators, on workers of both tiers: facts and test transfers for `pdserve
-    doctor`, `pdserve drain` and `pdserve role`. In a cluster with a secret each
-    request is sealed, and its other fields are empty.
+    doctor`, `pdserve drain`, `pdserve rebalance` and `pdserve role`. In a cluster
+    with a secret each request is sealed, and its other fields are empty.
     """
 
     @_typing.overload
@@ -59,12 +59,16 @@ class DiagnosticsServiceStub:
     Repeating it changes nothing. Refused while the worker is not ready, and by
     workers that have one role for life.
     """
+    Rebalance: _grpc.UnaryUnaryMultiCallable[_diagnostics_pb2.RebalanceRequest, _diagnostics_pb2.RebalanceResponse]
+    """Asks running requests to move to other decode workers with room, a few at a
+    time: those that run longest. Decode workers only.
+    """
 
 @_typing.type_check_only
 class DiagnosticsServiceAsyncStub(DiagnosticsServiceStub):
     """For operators, on workers of both tiers: facts and test transfers for `pdserve
-    doctor`, `pdserve drain` and `pdserve role`. In a cluster with a secret each
-    request is sealed, and its other fields are empty.
+    doctor`, `pdserve drain`, `pdserve rebalance` and `pdserve role`. In a cluster
+    with a secret each request is sealed, and its other fields are empty.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -90,11 +94,15 @@ class DiagnosticsServiceAsyncStub(DiagnosticsServiceStub):
     Repeating it changes nothing. Refused while the worker is not ready, and by
     workers that have one role for life.
     """
+    Rebalance: _aio.UnaryUnaryMultiCallable[_diagnostics_pb2.RebalanceRequest, _diagnostics_pb2.RebalanceResponse]  # type: ignore[assignment]
+    """Asks running requests to move to other decode workers with room, a few at a
+    time: those that run longest. Decode workers only.
+    """
 
 class DiagnosticsServiceServicer(metaclass=_abc_1.ABCMeta):
     """For operators, on workers of both tiers: facts and test transfers for `pdserve
-    doctor`, `pdserve drain` and `pdserve role`. In a cluster with a secret each
-    request is sealed, and its other fields are empty.
+    doctor`, `pdserve drain`, `pdserve rebalance` and `pdserve role`. In a cluster
+    with a secret each request is sealed, and its other fields are empty.
     """
 
     @_abc_1.abstractmethod
@@ -153,6 +161,16 @@ class DiagnosticsServiceServicer(metaclass=_abc_1.ABCMeta):
         """Changes the worker's role while it runs. Requests of the former role go on.
         Repeating it changes nothing. Refused while the worker is not ready, and by
         workers that have one role for life.
+        """
+
+    @_abc_1.abstractmethod
+    def Rebalance(
+        self,
+        request: _diagnostics_pb2.RebalanceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_diagnostics_pb2.RebalanceResponse, _abc.Awaitable[_diagnostics_pb2.RebalanceResponse]]:
+        """Asks running requests to move to other decode workers with room, a few at a
+        time: those that run longest. Decode workers only.
         """
 
 def add_DiagnosticsServiceServicer_to_server(servicer: DiagnosticsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

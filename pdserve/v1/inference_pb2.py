@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/v1/inference.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\xcd\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.ClientSampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\tB\x08\n\x06prompt\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\x0e\x43\x61ncelResponse\x12\x0e\n\x06status\x18\x01 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9d\x06\n\x0e\x43lientSampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).pdserve.v1.ClientSampling.LogitBiasEntry\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\x07\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0c \x01(\rH\x08\x88\x01\x01\x12\x17\n\nmax_tokens\x18\r \x01(\rH\t\x88\x01\x01\x12\x11\n\x04seed\x18\x0e \x01(\x03H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\rH\x0c\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x11 \x01(\x08H\r\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x12 \x01(\x08H\x0e\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x0b\n\t_logprobsB\x04\n\x02_nB\x1d\n\x1b_include_stop_str_in_outputB\x16\n\x14_skip_special_tokens\"5\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\t\"\x87\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x1a.pdserve.v1.GenerateChoice\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12\x10\n\x08position\x18\x04 \x01(\t\"\x8b\x01\n\x0eGenerateChoice\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r2\xe1\x01\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x43\n\x06Resume\x12\x19.pdserve.v1.ResumeRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12?\n\x06\x43\x61ncel\x12\x19.pdserve.v1.CancelRequest\x1a\x1a.pdserve.v1.CancelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/v1/inference.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\xe0\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.ClientSampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x37\n\x11structured_output\x18\x08 \x01(\x0b\x32\x1c.pdserve.v1.StructuredOutput\x12#\n\x16truncate_prompt_tokens\x18\t \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x10return_token_ids\x18\n \x01(\x08\x42\x08\n\x06promptB\x19\n\x17_truncate_prompt_tokens\"\xf1\x02\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12#\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.TextsH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x12\x18\n\x0estructural_tag\x18\t \x01(\tH\x00\x12\x1f\n\x12whitespace_pattern\x18\x06 \x01(\tH\x01\x88\x01\x01\x12#\n\x16\x64isable_any_whitespace\x18\x07 \x01(\x08H\x02\x88\x01\x01\x12*\n\x1d\x64isable_additional_properties\x18\x08 \x01(\x08H\x03\x88\x01\x01\x42\x06\n\x04kindB\x15\n\x13_whitespace_patternB\x19\n\x17_disable_any_whitespaceB \n\x1e_disable_additional_properties\"\x16\n\x05Texts\x12\r\n\x05texts\x18\x01 \x03(\t\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\x0e\x43\x61ncelResponse\x12\x0e\n\x06status\x18\x01 \x01(\t\"\xab\x03\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12&\n\x06inputs\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.EmbedInput\x12\x17\n\ndimensions\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07pooling\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x16\n\tnormalize\x18\x06 \x01(\x08H\x02\x88\x01\x01\x12\x18\n\x0bprompt_name\x18\x07 \x01(\tH\x03\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x08 \x01(\x08H\x04\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\t \x01(\x05H\x05\x88\x01\x01\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x18\n\x10return_token_ids\x18\x0c \x01(\x08\x42\r\n\x0b_dimensionsB\n\n\x08_poolingB\x0c\n\n_normalizeB\x0e\n\x0c_prompt_nameB\x15\n\x13_add_special_tokensB\x19\n\x17_truncate_prompt_tokens\"P\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x42\x07\n\x05input\"u\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12.\n\nembeddings\x18\x02 \x03(\x0b\x32\x1a.pdserve.v1.InputEmbedding\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.Usage\":\n\x0eInputEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd6\x07\n\x0e\x43lientSampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).pdserve.v1.ClientSampling.LogitBiasEntry\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\x07\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0c \x01(\rH\x08\x88\x01\x01\x12\x17\n\nmax_tokens\x18\r \x01(\rH\t\x88\x01\x01\x12\x11\n\x04seed\x18\x0e \x01(\x03H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\rH\x0c\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x11 \x01(\x08H\r\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x12 \x01(\x08H\x0e\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x13 \x03(\r\x12\x11\n\tbad_words\x18\x14 \x03(\t\x12\x19\n\x11logprob_token_ids\x18\x15 \x03(\r\x12\x1c\n\x0fprompt_logprobs\x18\x16 \x01(\rH\x0f\x88\x01\x01\x12\"\n\x15thinking_token_budget\x18\x17 \x01(\x05H\x10\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x0b\n\t_logprobsB\x04\n\x02_nB\x1d\n\x1b_include_stop_str_in_outputB\x16\n\x14_skip_special_tokensB\x12\n\x10_prompt_logprobsB\x18\n\x16_thinking_token_budget\"5\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\t\"\xd5\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x1a.pdserve.v1.GenerateChoice\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12\x10\n\x08position\x18\x04 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\x32\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\"\x8b\x01\n\x0eGenerateChoice\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r2\x9f\x02\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x43\n\x06Resume\x12\x19.pdserve.v1.ResumeRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12?\n\x06\x43\x61ncel\x12\x19.pdserve.v1.CancelRequest\x1a\x1a.pdserve.v1.CancelResponse\x12<\n\x05\x45mbed\x12\x18.pdserve.v1.EmbedRequest\x1a\x19.pdserve.v1.EmbedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,25 +35,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLIENTSAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_CLIENTSAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=68
-  _globals['_GENERATEREQUEST']._serialized_end=273
-  _globals['_CANCELREQUEST']._serialized_start=275
-  _globals['_CANCELREQUEST']._serialized_end=310
-  _globals['_CANCELRESPONSE']._serialized_start=312
-  _globals['_CANCELRESPONSE']._serialized_end=344
-  _globals['_TOKENIDS']._serialized_start=346
-  _globals['_TOKENIDS']._serialized_end=369
-  _globals['_CLIENTSAMPLING']._serialized_start=372
-  _globals['_CLIENTSAMPLING']._serialized_end=1169
-  _globals['_CLIENTSAMPLING_LOGITBIASENTRY']._serialized_start=881
-  _globals['_CLIENTSAMPLING_LOGITBIASENTRY']._serialized_end=929
-  _globals['_RESUMEREQUEST']._serialized_start=1171
-  _globals['_RESUMEREQUEST']._serialized_end=1224
-  _globals['_GENERATERESPONSE']._serialized_start=1227
-  _globals['_GENERATERESPONSE']._serialized_end=1362
-  _globals['_GENERATECHOICE']._serialized_start=1365
-  _globals['_GENERATECHOICE']._serialized_end=1504
-  _globals['_USAGE']._serialized_start=1506
-  _globals['_USAGE']._serialized_end=1586
-  _globals['_INFERENCESERVICE']._serialized_start=1589
-  _globals['_INFERENCESERVICE']._serialized_end=1814
+  _globals['_GENERATEREQUEST']._serialized_end=420
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=423
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=792
+  _globals['_TEXTS']._serialized_start=794
+  _globals['_TEXTS']._serialized_end=816
+  _globals['_CANCELREQUEST']._serialized_start=818
+  _globals['_CANCELREQUEST']._serialized_end=853
+  _globals['_CANCELRESPONSE']._serialized_start=855
+  _globals['_CANCELRESPONSE']._serialized_end=887
+  _globals['_EMBEDREQUEST']._serialized_start=890
+  _globals['_EMBEDREQUEST']._serialized_end=1317
+  _globals['_EMBEDINPUT']._serialized_start=1319
+  _globals['_EMBEDINPUT']._serialized_end=1399
+  _globals['_EMBEDRESPONSE']._serialized_start=1401
+  _globals['_EMBEDRESPONSE']._serialized_end=1518
+  _globals['_INPUTEMBEDDING']._serialized_start=1520
+  _globals['_INPUTEMBEDDING']._serialized_end=1578
+  _globals['_TOKENIDS']._serialized_start=1580
+  _globals['_TOKENIDS']._serialized_end=1603
+  _globals['_CLIENTSAMPLING']._serialized_start=1606
+  _globals['_CLIENTSAMPLING']._serialized_end=2588
+  _globals['_CLIENTSAMPLING_LOGITBIASENTRY']._serialized_start=2254
+  _globals['_CLIENTSAMPLING_LOGITBIASENTRY']._serialized_end=2302
+  _globals['_RESUMEREQUEST']._serialized_start=2590
+  _globals['_RESUMEREQUEST']._serialized_end=2643
+  _globals['_GENERATERESPONSE']._serialized_start=2646
+  _globals['_GENERATERESPONSE']._serialized_end=2859
+  _globals['_GENERATECHOICE']._serialized_start=2862
+  _globals['_GENERATECHOICE']._serialized_end=3001
+  _globals['_USAGE']._serialized_start=3003
+  _globals['_USAGE']._serialized_end=3083
+  _globals['_INFERENCESERVICE']._serialized_start=3086
+  _globals['_INFERENCESERVICE']._serialized_end=3373
 # @@protoc_insertion_point(module_scope)

@@ -50,6 +50,11 @@ class InferenceServiceStub:
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_inference__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/pdserve.v1.InferenceService/Embed',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -76,6 +81,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """A vector for each input.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +105,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=pdserve_dot_v1_dot_inference__pb2.CancelRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_inference__pb2.CancelResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -177,6 +194,33 @@ class InferenceService:
             '/pdserve.v1.InferenceService/Cancel',
             pdserve_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
             pdserve_dot_v1_dot_inference__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/Embed',
+            pdserve_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

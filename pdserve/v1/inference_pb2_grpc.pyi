@@ -38,6 +38,8 @@ class InferenceServiceStub:
     """Goes on with the stream of a Generate call, on any router that keeps streams."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
     """Ends a request of the caller on whichever router it runs. NOT_FOUND: it is not the caller's, or unknown."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """A vector for each input."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -49,6 +51,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Goes on with the stream of a Generate call, on any router that keeps streams."""
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
     """Ends a request of the caller on whichever router it runs. NOT_FOUND: it is not the caller's, or unknown."""
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """A vector for each input."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """The API of the router for gRPC clients."""
@@ -75,5 +79,13 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.CancelResponse, _abc.Awaitable[_inference_pb2.CancelResponse]]:
         """Ends a request of the caller on whichever router it runs. NOT_FOUND: it is not the caller's, or unknown."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
+        """A vector for each input."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

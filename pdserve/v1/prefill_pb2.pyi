@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from pdserve.v1 import common_pb2 as _common_pb2
 from pdserve.v1 import decode_pb2 as _decode_pb2
 import builtins as _builtins
@@ -20,6 +21,31 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _PoolingKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolingKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_KIND_UNSPECIFIED: _PoolingKind.ValueType  # 0
+    POOLING_KIND_LAST: _PoolingKind.ValueType  # 1
+    """The hidden state of the last token, behind the final norm."""
+    POOLING_KIND_CLS: _PoolingKind.ValueType  # 2
+    """That of the first token."""
+    POOLING_KIND_MEAN: _PoolingKind.ValueType  # 3
+    """The mean of all."""
+
+class PoolingKind(_PoolingKind, metaclass=_PoolingKindEnumTypeWrapper): ...
+
+POOLING_KIND_UNSPECIFIED: PoolingKind.ValueType  # 0
+POOLING_KIND_LAST: PoolingKind.ValueType  # 1
+"""The hidden state of the last token, behind the final norm."""
+POOLING_KIND_CLS: PoolingKind.ValueType  # 2
+"""That of the first token."""
+POOLING_KIND_MEAN: PoolingKind.ValueType  # 3
+"""The mean of all."""
+Global___PoolingKind: _TypeAlias = PoolingKind  # noqa: Y015
+
 @_typing.final
 class PrefillRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -31,8 +57,16 @@ class PrefillRequest(_message.Message):
     FORCED_FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
+    SCORES_PROMPT_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     cache_salt: _builtins.bytes
     """Tenants with different salts share no cached prefixes."""
+    scores_prompt: _builtins.bool
+    """Only for workers whose record has at least the version of
+    pdserve/base/sampling.py:SCORING_VERSION. The log-probabilities of the prompt's
+    tokens are reported, with the alternatives of `sampling`, and nothing is
+    sampled or sent. There is no ticket then.
+    """
     @_builtins.property
     def ref(self) -> _common_pb2.RequestRef: ...
     @_builtins.property
@@ -53,6 +87,13 @@ class PrefillRequest(_message.Message):
     def sealed(self) -> _common_pb2.Sealed:
         """In a cluster with a secret: the whole message; the other fields are empty."""
 
+    @_builtins.property
+    def pooling(self) -> Global___Pooling:
+        """Only for workers whose record has at least the version of
+        pdserve/base/sampling.py:POOLING_VERSION. The embedding of the prompt is
+        reported, and nothing is sampled or sent. There is no ticket then.
+        """
+
     def __init__(
         self,
         *,
@@ -63,14 +104,43 @@ class PrefillRequest(_message.Message):
         forced_first_tokens: _abc.Iterable[_builtins.int] | None = ...,
         cache_salt: _builtins.bytes = ...,
         sealed: _common_pb2.Sealed | None = ...,
+        scores_prompt: _builtins.bool = ...,
+        pooling: Global___Pooling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "sampling", b"sampling", "sealed", b"sealed", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling", "ref", b"ref", "sampling", b"sampling", "sealed", b"sealed", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "forced_first_tokens", b"forced_first_tokens", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling", "sealed", b"sealed", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "forced_first_tokens", b"forced_first_tokens", "pooling", b"pooling", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling", "scores_prompt", b"scores_prompt", "sealed", b"sealed", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class Pooling(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    NORMALIZES_FIELD_NUMBER: _builtins.int
+    kind: Global___PoolingKind.ValueType
+    dimensions: _builtins.int
+    """The first dimensions that are kept; 0: all."""
+    normalizes: _builtins.bool
+    """The vector, once it is cut, is divided by its length."""
+    def __init__(
+        self,
+        *,
+        kind: Global___PoolingKind.ValueType = ...,
+        dimensions: _builtins.int = ...,
+        normalizes: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "kind", b"kind", "normalizes", b"normalizes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
 class PrefillResponse(_message.Message):
@@ -80,6 +150,8 @@ class PrefillResponse(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     KEEP_ALIVE_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def progress(self) -> Global___PrefillProgress: ...
     @_builtins.property
@@ -90,6 +162,14 @@ class PrefillResponse(_message.Message):
     def keep_alive(self) -> _common_pb2.KeepAlive:
         """Blocks or the commit are under way. Unlike progress, it keeps no lease."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """Of a prompt that is scored: after each chunk."""
+
+    @_builtins.property
+    def embedding(self) -> Global___PromptEmbedding:
+        """Of a prompt that is pooled: after the last chunk."""
+
     def __init__(
         self,
         *,
@@ -97,16 +177,66 @@ class PrefillResponse(_message.Message):
         first_token: Global___PrefillFirstToken | None = ...,
         done: Global___PrefillDone | None = ...,
         keep_alive: _common_pb2.KeepAlive | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
+        embedding: Global___PromptEmbedding | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "event", b"event", "first_token", b"first_token", "keep_alive", b"keep_alive", "progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "embedding", b"embedding", "event", b"event", "first_token", b"first_token", "keep_alive", b"keep_alive", "progress", b"progress", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "event", b"event", "first_token", b"first_token", "keep_alive", b"keep_alive", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "embedding", b"embedding", "event", b"event", "first_token", b"first_token", "keep_alive", b"keep_alive", "progress", b"progress", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "first_token", "done", "keep_alive"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "first_token", "done", "keep_alive", "prompt_logprobs", "embedding"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
+
+@_typing.final
+class PromptEmbedding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    values: _builtins.bytes
+    """Float32, little-endian."""
+    def __init__(
+        self,
+        *,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptEmbedding: _TypeAlias = PromptEmbedding  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Log-probabilities of consecutive prompt tokens, each given all tokens before it.
+    The prompt's first token has none.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_INDEX_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    first_index: _builtins.int
+    """Index of the first of these tokens in the prompt, from 1."""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
+    def __init__(
+        self,
+        *,
+        first_index: _builtins.int = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_index", b"first_index", "logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class PrefillProgress(_message.Message):

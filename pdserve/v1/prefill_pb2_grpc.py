@@ -48,8 +48,8 @@ class PrefillServiceServicer:
 
     def Prefill(self, request, context):
         """Computes a prompt, samples the first token of every choice and sends the KV
-        blocks to the decode worker that granted the ticket. Cancelling the call
-        stops the computation and frees the blocks.
+        blocks to the decode worker that granted the ticket, or scores the prompt.
+        Cancelling the call stops the computation and frees the blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,8 +35,8 @@ class PrefillServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
     """Computes a prompt, samples the first token of every choice and sends the KV
-    blocks to the decode worker that granted the ticket. Cancelling the call
-    stops the computation and frees the blocks.
+    blocks to the decode worker that granted the ticket, or scores the prompt.
+    Cancelling the call stops the computation and frees the blocks.
     """
 
 @_typing.type_check_only
@@ -46,8 +46,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
     """Computes a prompt, samples the first token of every choice and sends the KV
-    blocks to the decode worker that granted the ticket. Cancelling the call
-    stops the computation and frees the blocks.
+    blocks to the decode worker that granted the ticket, or scores the prompt.
+    Cancelling the call stops the computation and frees the blocks.
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -60,8 +60,8 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
         """Computes a prompt, samples the first token of every choice and sends the KV
-        blocks to the decode worker that granted the ticket. Cancelling the call
-        stops the computation and frees the blocks.
+        blocks to the decode worker that granted the ticket, or scores the prompt.
+        Cancelling the call stops the computation and frees the blocks.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -38,6 +38,9 @@ class ResumableRequest(_message.Message):
     ECHOES_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
     MODEL_REVISION_FIELD_NUMBER: _builtins.int
+    READING_FIELD_NUMBER: _builtins.int
+    RETURN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELDS_FIELD_NUMBER: _builtins.int
     response_id: _builtins.str
     """The id of the response, and the part of it that is X-Request-Id."""
     header_id: _builtins.str
@@ -50,6 +53,12 @@ class ResumableRequest(_message.Message):
     continuous_usage: _builtins.bool
     model_revision: _builtins.str
     """Commit of the model's repository; empty for a model of no hub."""
+    reading: _builtins.str
+    """How a chat's messages are read, as JSON; empty: as plain text."""
+    return_token_ids: _builtins.bool
+    """The response has the token ids of prompts and outputs."""
+    request_fields: _builtins.str
+    """What the response repeats of its request, as JSON, where the endpoint's does."""
     @_builtins.property
     def echoes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts of the prompts, which choices repeat."""
@@ -69,10 +78,13 @@ class ResumableRequest(_message.Message):
         echoes: _abc.Iterable[_builtins.str] | None = ...,
         prompts: _abc.Iterable[Global___ResumablePrompt] | None = ...,
         model_revision: _builtins.str = ...,
+        reading: _builtins.str = ...,
+        return_token_ids: _builtins.bool = ...,
+        request_fields: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continuous_usage", b"continuous_usage", "created", b"created", "echoes", b"echoes", "endpoint", b"endpoint", "header_id", b"header_id", "include_usage", b"include_usage", "model", b"model", "model_revision", b"model_revision", "prompts", b"prompts", "response_id", b"response_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continuous_usage", b"continuous_usage", "created", b"created", "echoes", b"echoes", "endpoint", b"endpoint", "header_id", b"header_id", "include_usage", b"include_usage", "model", b"model", "model_revision", b"model_revision", "prompts", b"prompts", "reading", b"reading", "request_fields", b"request_fields", "response_id", b"response_id", "return_token_ids", b"return_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -90,6 +102,7 @@ class ResumablePrompt(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    KEPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     include_stop_str_in_output: _builtins.bool
     skip_special_tokens: _builtins.bool
     priority: _builtins.int
@@ -102,6 +115,10 @@ class ResumablePrompt(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def kept_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Special tokens that are text nevertheless."""
+
     def __init__(
         self,
         *,
@@ -113,10 +130,11 @@ class ResumablePrompt(_message.Message):
         priority: _builtins.int = ...,
         cache_salt: _builtins.bytes = ...,
         request_id: _builtins.str = ...,
+        kept_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "include_stop_str_in_output", b"include_stop_str_in_output", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "include_stop_str_in_output", b"include_stop_str_in_output", "kept_token_ids", b"kept_token_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,10 +24,12 @@ LimitHeaders = Callable[[Client], Mapping[str, str]]
 #: Key of the client that was found.
 CLIENT = web.RequestKey("client", Client)
 
-#: Probes have no key. Nor has the browser that loads the console's page, which then asks for one. The reference shows
-#: the public schema and nothing of this router, as gRPC's reflection does.
+#: Probes have no key. Nor has the browser that loads the console's page, which then asks for one, or a client of
+#: Ollama's API that looks whether it is there. The reference shows the public schema and nothing of this router, as
+#: gRPC's reflection does.
 OPEN_ROUTES = frozenset(
     {
+        "/",
         "/livez",
         "/readyz",
         "/health",

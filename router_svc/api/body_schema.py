@@ -21,6 +21,22 @@ def requires(field: str, other: str, value: object) -> Schema:
     }
 
 
+def requires_when(field: str, value: object, other: str, required: object) -> Schema:
+    """The condition that `other` has the value `required` where `field` has this one."""
+    return {
+        "if": {"required": [field], "properties": {field: {"const": value}}},
+        "then": {"required": [other], "properties": {other: {"const": required}}},
+    }
+
+
+def entries_require(field: str, other: str, schema: Schema) -> Schema:
+    """The condition that `other` is given and of this schema where the list `field` has entries."""
+    return {
+        "if": {"required": [field], "properties": {field: {"type": "array", "minItems": 1}}},
+        "then": {"required": [other], "properties": {other: schema}},
+    }
+
+
 def excludes(field: str, value: object, other: str) -> Schema:
     """The condition that `other` is not given where `field` has this value."""
     return {

@@ -7,11 +7,15 @@
 
 The name before the hyphen is the stream's. It keeps apart streams that have the same request id, one after the other.
 Numbers of events would not do: how the tokens of several choices take turns is not the same in every run.
+
+Events have ids from the moment on in which the stream can be resumed, and then all of them: an id covers all before it,
+while one that came in between without an id would come twice.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -86,9 +90,19 @@ def _unreadable(text: str, param: str) -> RequestError:
 
 
 class EventIds:
-    """Numbers the events of one response, and knows which of them the client has."""
+    """Numbers the events of one response, and knows which of them the client has.
 
-    def __init__(self, name: str, num_choices: int, seen: Seen = NOTHING) -> None:
+    An id is None for an event that the client has, and empty for one that comes before the stream can be resumed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_choices: int,
+        seen: Seen = NOTHING,
+        *,
+        can_be_resumed: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Raises `RequestError` when `seen` is of a response with another number of choices."""
         if seen.states and len(seen.states) != num_choices:
             raise RequestError(
@@ -99,28 +113,31 @@ class EventIds:
         self._name = name
         self._seen = seen
         self._states = [_NONE] * num_choices
+        self._can_be_resumed = can_be_resumed
+        self._has_started = False
 
     def opening(self, index: int) -> str | None:
-        """The id of a choice's event before its first token; None: the client has it."""
+        """The id of a choice's event before its first token."""
         return None if index < self._seen.openings else self._id(f"o{index}")
 
     def after(self, delta: ChoiceDelta) -> str | None:
-        """The id of the event with this new output, which comes next; None: the client has it."""
+        """The id of the event with this new output, which comes next."""
         index = delta.choice_index
         state = (self._states[index][0] + len(delta.token_ids), delta.finish_reason is not None)
         self._states[index] = state
         return None if state <= self._seen.state(index) else self._id(self._runs())
 
     def usage(self) -> str | None:
-        """The id of the event with the usage; None: the client has it."""
+        """The id of the event with the usage."""
         return None if self._seen.has_all_tokens else self._id("u")
 
     def done(self) -> str | None:
-        """The id of the last event; None: the client has it."""
+        """The id of the last event."""
         return None if self._seen.has_end else self._id("d")
 
     def _id(self, what: str) -> str:
-        return f"{self._name}-{what}"
+        self._has_started = self._has_started or self._can_be_resumed()
+        return f"{self._name}-{what}" if self._has_started else ""
 
     def _runs(self) -> str:
         if len(self._states) == 1:

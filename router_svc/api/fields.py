@@ -14,47 +14,39 @@ IGNORED = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
     }
 )
 
 #: Fields of OpenAI's or vLLM's API that are not supported, with the neutral values that are accepted besides null.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
-    "logprob_token_ids": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "vllm_xargs": ({},),
     "web_search_options": (),
+}
+
+#: Reasons that a client may want to know.
+UNSUPPORTED_BECAUSE: Mapping[str, str] = {
+    "suffix": "models that continue a text do not fill the gap before another one",
 }
 
 #: Fields of responses that clients send back in messages, with the neutral values that are accepted besides null.
@@ -62,10 +54,7 @@ MESSAGE_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "reasoning": (),
-    "reasoning_content": (),
     "refusal": (),
-    "tool_calls": ([],),
 }
 
 

@@ -14,14 +14,22 @@ from pdserve.base.audit import Refusals
 from pdserve.base.errors import NotFound
 from pdserve.base.hosts import AllowedHosts
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
+from router_svc.api.anthropic import errors as anthropic_errors
+from router_svc.api.anthropic.messages_api import add_request_id
 from router_svc.api.authentication import LimitHeaders, no_limit_headers
+from router_svc.api.batches.batches_api import BatchesApi
 from router_svc.api.cancel_api import CancelApi
 from router_svc.api.console.console import Console
+from router_svc.api.files.files_api import FilesApi
+from router_svc.api.generating import generating_routes
+from router_svc.api.generations import MESSAGES
 from router_svc.api.http_app import HttpRules, make_app
-from router_svc.api.openai.generation_api import GenerationApi
+from router_svc.api.ollama import errors as ollama_errors
+from router_svc.api.ollama.model_api import OllamaModelApi
 from router_svc.api.openai.info import ModelApi, OperatorApi
-from router_svc.api.openai.resume_api import ResumeApi
 from router_svc.api.reference.page import Reference
+from router_svc.api.responder import Responder
+from router_svc.api.responses.backend import ResponsesBackend
 from router_svc.api.usage_api import UsageApi
 from router_svc.clients.access import Access
 from router_svc.clients.tls import ClientTls
@@ -45,9 +53,13 @@ class Front:
     """Everything that answers over HTTP."""
 
     config: RouterConfig
-    generation: GenerationApi
-    resume: ResumeApi
+    responder: Responder
+    #: Where responses are stored; None: nowhere.
+    responses: ResponsesBackend | None
+    files: FilesApi
+    batches: BatchesApi
     model: ModelApi
+    ollama: OllamaModelApi
     operator: OperatorApi
     cancel: CancelApi
     usage: UsageApi
@@ -97,12 +109,20 @@ class Front:
             origins=self.config.allowed_origins,
             access=self.access,
             limit_headers=self.limit_headers,
+            error_forms={
+                MESSAGES.name: anthropic_errors.error_response,
+                ollama_errors.PATHS: ollama_errors.error_response,
+            },
         )
-        return make_app([routes, elsewhere], rules, refusals=self.refusals, tracer=self.tracer)
+        app = make_app([routes, elsewhere], rules, refusals=self.refusals, tracer=self.tracer)
+        app.on_response_prepare.append(add_request_id)
+        return app
 
     def _client_routes(self) -> Routes:
-        apis = (self.generation, self.resume, self.cancel, self.model, self.usage)
-        return [*(route for api in apis for route in api.routes()), *probe_routes(self.health)]
+        routes = generating_routes(self.responder, self.responses)
+        for api in (self.files, self.batches, self.cancel, self.model, self.ollama, self.usage):
+            routes += api.routes()
+        return [*routes, *probe_routes(self.health)]
 
     def _operator_routes(self) -> Routes:
         console = [] if self.console is None else self.console.routes()

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pdserve.base.errors import NotFound
 from pdserve.base.sampling import check_sampling
 from pdserve.base.tasks import in_turns
 from router_svc.api.body import SamplingFields
 from router_svc.api.ids import Ids
-from router_svc.api.sampling import EndpointFields, require_bounded, sampling_params, text_rules
+from router_svc.api.sampling import (
+    EndpointFields,
+    require_bounded,
+    require_few_scores,
+    require_token,
+    sampling_params,
+    text_rules,
+)
 from router_svc.api.served_model import ServedModel, require_fits
 from router_svc.generation import Generation
 
 #: OpenAI's default for completions.
 DEFAULT_MAX_TOKENS = 16
-
-
-def require_model(requested: str | None, model: ServedModel) -> None:
-    """Raises `NotFound` for any other model than the one served."""
-    if requested is not None and requested != model.name:
-        raise NotFound(f"The model `{requested[:100]}` does not exist. This server has `{model.name}`.", param="model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,10 @@ class Endpoint:
 
 COMPLETIONS = Endpoint(name="/v1/completions", prompt_param="prompt")
 CHAT = Endpoint(name="/v1/chat/completions", prompt_param="messages")
+RESPONSES = Endpoint(name="/v1/responses", prompt_param="input")
+MESSAGES = Endpoint(name="/v1/messages", prompt_param="messages")
+OLLAMA_CHAT = Endpoint(name="/api/chat", prompt_param="messages")
+OLLAMA_GENERATE = Endpoint(name="/api/generate", prompt_param="prompt")
 GRPC = Endpoint(name="grpc", prompt_param="prompt")
 
 
@@ -66,14 +70,18 @@ class GenerationFactory:
                     worker_request_id=self.ids.for_workers(index),
                     prompt=tuple(prompt),
                     sampling=sampling,
-                    text=text_rules(fields),
+                    text=text_rules(fields, own_fields),
                     first_choice=index * sampling.n,
+                    prompt_logprobs=own_fields.prompt_logprobs,
                     priority=self.priority,
                     cache_salt=self.cache_salt.encode(),
                     endpoint=self.endpoint.name,
                 )
             )
         params = [generation.sampling for generation in generations]
-        check_sampling(params[0], self.model.vocab_size)  # The others differ in `max_tokens` and `seed` only.
+        require_token(params[0], self.model)  # The others differ in `max_tokens` and `seed` only.
+        # A request for no token at all is the router's own: no worker gets its parameters.
+        check_sampling(replace(params[0], max_tokens=max(1, params[0].max_tokens)), self.model.vocab_size)
         require_bounded(params)
+        require_few_scores(sum(map(len, prompts)), params[0], own_fields.prompt_logprobs)
         return tuple(generations)

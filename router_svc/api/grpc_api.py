@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal
 
 import grpc
 
 from pdserve.base.audit import Caller, Refusals
 from pdserve.base.errors import NotFound, RequestError
-from pdserve.base.ids import RequestId
 from pdserve.base.rpc import GrpcPort, method, trace_of
 from pdserve.base.sampling import MAX_LOGPROBS
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
@@ -21,33 +18,38 @@ from router_svc.api.authentication import LimitHeaders, caller_of_rpc, host_of, 
 from router_svc.api.body import CACHE_SALT, SamplingFields
 from router_svc.api.cancel_api import CancelApi
 from router_svc.api.event_ids import parse_event_id
-from router_svc.api.generations import DEFAULT_MAX_TOKENS, GRPC, GenerationFactory, require_model
-from router_svc.api.grpc_message import parse_cancel, parse_request, parse_resume
+from router_svc.api.generations import DEFAULT_MAX_TOKENS, GRPC, GenerationFactory
+from router_svc.api.grpc_call import limits_shown, opened_call, require_id
+from router_svc.api.grpc_embed import EMBED, answer_of, body_of
+from router_svc.api.grpc_message import parse_cancel, parse_embed, parse_request, parse_resume
 from router_svc.api.grpc_output import send
-from router_svc.api.ids import Ids, is_valid_id
+from router_svc.api.grpc_structure import structured_fields
+from router_svc.api.ids import Ids
 from router_svc.api.intake import Intake
+from router_svc.api.models import ModelBackend, Models
 from router_svc.api.parse import validate
+from router_svc.api.pooling.embedding_request import embedding_request
+from router_svc.api.pooling.pooled import embeddings_of
+from router_svc.api.prompt_tokens import tokens_to_keep
 from router_svc.api.request_span import request_span
 from router_svc.api.resuming import GRPC as API
 from router_svc.api.resuming import Resuming, event_ids
 from router_svc.api.sampling import EndpointFields
-from router_svc.api.served_model import ServedModel
+from router_svc.api.thinking_budget import budget_of_prompt
 from router_svc.clients.access import Access
 from router_svc.config import RouterConfig
 from router_svc.generation import Generation
 from router_svc.records.resumable import ResponseShape
 from router_svc.records.stream_log import StreamLog
 from router_svc.request.client import Client
-from router_svc.request.open_requests import OpenRequest
+from router_svc.request.open_requests import OpenRequests
 from router_svc.request.replayed import ReplayedStream
-from router_svc.request.requests import Requests
 
 SERVICE = "pdserve.v1.InferenceService"
 _METHOD = f"{SERVICE}/Generate"
 #: Calls at a time: those that run, and health checks, beside those in the admission queue.
 _CALLS_BEYOND_QUEUE = 1024
 _CALLS_PER_CONNECTION = 1024
-_BEFORE_DEADLINE_S = 0.02
 
 
 def public_port(config: RouterConfig, credentials: grpc.ServerCredentials | None) -> GrpcPort:
@@ -58,7 +60,7 @@ def public_port(config: RouterConfig, credentials: grpc.ServerCredentials | None
         flag="--grpc-port",
         credentials=credentials,
         max_request_bytes=config.max_body,
-        max_calls=config.max_num_queued_reqs + _CALLS_BEYOND_QUEUE,
+        max_calls=len(config.model) * config.max_num_queued_reqs + _CALLS_BEYOND_QUEUE,
         max_calls_per_connection=_CALLS_PER_CONNECTION,
     )
 
@@ -76,11 +78,11 @@ class Guards:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is served: a model's requests, and their streams. Without `resuming`, these cannot be resumed."""
+    """What is served: requests for models, and their streams. Without `resuming`, these cannot be resumed."""
 
-    model: ServedModel
-    requests: Requests
-    max_model_len: Callable[[], int]
+    models: Models
+    #: Those of all models.
+    open: OpenRequests
     resuming: Resuming | None = None
 
 
@@ -94,9 +96,8 @@ class InferenceServicer:
         self._intake = guards.intake
         self._cancelled = guards.cancel.cancelled
         self._tracer = tracer
-        self._model = served.model
-        self._requests = served.requests
-        self._max_model_len = served.max_model_len
+        self._models = served.models
+        self._open = served.open
         self._resuming = served.resuming
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -109,6 +110,9 @@ class InferenceServicer:
         }
         handlers["Cancel"] = grpc.unary_unary_rpc_method_handler(
             self.Cancel, response_serializer=pb.CancelResponse.SerializeToString
+        )
+        handlers["Embed"] = grpc.unary_unary_rpc_method_handler(
+            self.Embed, response_serializer=pb.EmbedResponse.SerializeToString
         )
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
         server.add_registered_method_handlers(SERVICE, handlers)
@@ -123,19 +127,22 @@ class InferenceServicer:
             with self._refusals.watching(caller):
                 client = caller_of_rpc(context, self._access)
                 hold.add(len(data))
-                request = parse_request(data, self._max_model_len())
+                request = parse_request(data, self._models.max_model_len())
             caller = replace(caller, model=request.model, request_id=request.request_id)
             with request_span(self._tracer, _METHOD, trace_of(context)) as span, self._refusals.watching(caller):
                 span.attributes |= {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "Generate"}
                 ids = Ids.make("gen-", request.request_id or None)
-                with self._limits_shown(client, context):
-                    async with self._opened(ids.of_prompt(0), client, context) as opened:
+                with limits_shown(self._limit_headers, client, context):
+                    async with opened_call(self._open, ids.of_prompt(0), client, context) as opened:
                         opened.trace = span.context
-                        generation = await self._generation(request, ids)
+                        chosen = self._models.chosen(request.model, client)
+                        generation = await _generation(request, chosen, ids)
                         hold.release()
-                        log = self._new_log(client, generation, ids)
-                        async with self._requests.run([generation], client, opened, log) as stream:
-                            await send(context, generation, stream, None if log is None else event_ids(log))
+                        shape = _shape(generation, ids, chosen.name, return_token_ids=request.return_token_ids)
+                        log = self._new_log(client, generation, shape)
+                        async with chosen.requests.run([generation], client, opened, log) as stream:
+                            prompt = generation.prompt if request.return_token_ids else ()
+                            await send(context, generation, stream, None if log is None else event_ids(log), prompt)
 
     @method
     async def Resume(  # noqa: N802 - the name is the protocol's
@@ -149,17 +156,20 @@ class InferenceServicer:
             seen = parse_event_id(request.position, param="position")
             if self._resuming is None:
                 raise NotFound("Streams of this server cannot be resumed.")
-            with self._limits_shown(client, context):
+            with limits_shown(self._limit_headers, client, context):
                 async with self._resuming.taken(client, API, request.request_id, seen) as (log, is_complete):
+                    backend = self._models.chosen(log.resumable.shape.model, client)
                     [generation] = log.resumable.generations
                     ids = event_ids(log, seen)
+                    has_prompt = request.position or not log.resumable.shape.return_token_ids
+                    prompt = () if has_prompt else generation.prompt
                     if is_complete:
-                        await send(context, generation, ReplayedStream(log, self._model.tokenizer), ids)
+                        await send(context, generation, ReplayedStream(log, backend.model.tokenizer), ids, prompt)
                         return
-                    async with self._opened(generation.request_id, client, context) as opened:
+                    async with opened_call(self._open, generation.request_id, client, context) as opened:
                         opened.trace = trace_of(context)
-                        async with self._requests.run([generation], client, opened, log) as stream:
-                            await send(context, generation, stream, ids)
+                        async with backend.requests.run([generation], client, opened, log) as stream:
+                            await send(context, generation, stream, ids, prompt)
 
     @method
     async def Cancel(  # noqa: N802 - the name is the protocol's
@@ -173,74 +183,83 @@ class InferenceServicer:
             answer = await self._cancelled(request.request_id, None if client.is_admin else client.tenant)
             return pb.CancelResponse(status=answer["status"])
 
-    def _opened(
-        self, request_id: RequestId, client: Client, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AbstractAsyncContextManager[OpenRequest]:
-        """The request, until the caller's deadline within the limit, or for the default time."""
-        requests = self._requests.open
-        left_s = cast(float | None, context.time_remaining())  # Its type knows no call without a deadline.
-        if left_s is None:
-            timeout_s = requests.limits.of_header(None)
-        else:
-            # The call itself ends at its deadline. A little earlier, the record names the deadline as the reason.
-            timeout_s = min(max(left_s - _BEFORE_DEADLINE_S, 0.0), requests.limits.max_s)
-        return requests.entered(request_id, client.tenant, timeout_s)
+    @method
+    async def Embed(  # noqa: N802 - the name is the protocol's
+        self, data: bytes, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.EmbedResponse:
+        """A vector for each input. Closing the call cancels it on all workers."""
+        caller = Caller(client=host_of(context.peer()), endpoint=EMBED.name, model="", request_id="")
+        with self._intake.hold() as hold:
+            with self._refusals.watching(caller):
+                client = caller_of_rpc(context, self._access)
+                hold.add(len(data))
+                request = parse_embed(data, self._models.max_model_len())
+            caller = replace(caller, model=request.model, request_id=request.request_id)
+            with request_span(self._tracer, EMBED.name, trace_of(context)) as span, self._refusals.watching(caller):
+                span.attributes |= {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "Embed"}
+                require_id(request.request_id)
+                ids = Ids.make("embd-", request.request_id or None)
+                with limits_shown(self._limit_headers, client, context):
+                    async with opened_call(self._open, ids.of_prompt(0), client, context) as opened:
+                        opened.trace = span.context
+                        chosen = self._models.chosen(request.model, client)
+                        pooled = await embedding_request(body_of(request), chosen, EMBED, ids)
+                        hold.release()
+                        values = await embeddings_of(pooled, client, opened)
+                        return answer_of(request, pooled, values)
 
-    def _new_log(self, client: Client, generation: Generation, ids: Ids) -> StreamLog | None:
-        if self._resuming is None:
+    def _new_log(self, client: Client, generation: Generation, shape: ResponseShape) -> StreamLog | None:
+        if self._resuming is None or generation.prompt_logprobs is not None:
             return None
-        return self._resuming.new_log(client, API, _shape(generation, ids, self._model.name), [generation])
+        return self._resuming.new_log(client, API, shape, [generation])
 
-    @contextmanager
-    def _limits_shown(self, client: Client, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
-        """Tells a client with limits in the end what it has left."""
-        try:
-            yield
-        finally:
-            if client.limits is not None:
-                context.set_trailing_metadata(tuple(self._limit_headers(client).items()))
 
-    async def _generation(self, request: pb.GenerateRequest, ids: Ids) -> Generation:
-        require_model(request.model, self._model)
-        if request.request_id and not is_valid_id(request.request_id):
-            raise RequestError(
-                "`request_id` may have letters, digits, '.', '_' and '-', at most 128.", param="request_id"
-            )
-        if request.cache_salt and re.fullmatch(CACHE_SALT, request.cache_salt) is None:
-            raise RequestError(
-                "`cache_salt` may have at most 128 characters, none of them '@', '/', a backslash or NUL.",
-                param="cache_salt",
-            )
-        fields = _sampling_fields(request.sampling)
-        prompt = await self._prompt(request)
-        logprobs = request.sampling.logprobs if request.sampling.HasField("logprobs") else None
-        if logprobs is not None and logprobs > MAX_LOGPROBS:
-            raise RequestError(f"`logprobs` is {logprobs} (limit {MAX_LOGPROBS}). Lower it.", param="logprobs")
-        own_fields = EndpointFields(
-            max_tokens=fields.max_tokens, default_max_tokens=DEFAULT_MAX_TOKENS, logprobs=logprobs
+async def _generation(request: pb.GenerateRequest, chosen: ModelBackend, ids: Ids) -> Generation:
+    require_id(request.request_id)
+    if request.cache_salt and re.fullmatch(CACHE_SALT, request.cache_salt) is None:
+        raise RequestError(
+            "`cache_salt` may have at most 128 characters, none of them '@', '/', a backslash or NUL.",
+            param="cache_salt",
         )
-        factory = GenerationFactory(
-            model=self._model,
-            max_model_len=self._max_model_len(),
-            ids=ids,
-            endpoint=GRPC,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-        )
-        [generation] = await factory.make(fields, own_fields, [prompt])
-        return generation
+    fields = _sampling_fields(request.sampling)
+    prompt = await _prompt(request, chosen, fields.max_tokens or DEFAULT_MAX_TOKENS)
+    grammar = await chosen.model.grammar_of(structured_fields(request))
+    budget = request.sampling.thinking_token_budget if request.sampling.HasField("thinking_token_budget") else None
+    own_fields = EndpointFields(
+        max_tokens=fields.max_tokens,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        logprobs=_alternatives(request.sampling, "logprobs"),
+        prompt_logprobs=_alternatives(request.sampling, "prompt_logprobs"),
+        grammar=grammar,
+        allowed_token_ids=tuple(fields.allowed_token_ids or ()),
+        bad_words=await chosen.model.bad_words(fields.bad_words or ()),
+        thinking=await budget_of_prompt(chosen.model, budget, prompt, has_grammar=bool(grammar)),
+    )
+    factory = GenerationFactory(
+        model=chosen.model,
+        max_model_len=chosen.max_model_len(),
+        ids=ids,
+        endpoint=GRPC,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+    [generation] = await factory.make(fields, own_fields, [prompt])
+    return generation
 
-    async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
-        max_model_len = self._max_model_len()
-        if request.WhichOneof("prompt") == "text":
-            texts = [request.text]
-            [prompt] = await self._model.encode(texts, add_special_tokens=True, max_model_len=max_model_len)
-        else:
-            prompt = list(request.token_ids.ids)
-            await self._model.check_prompts([prompt], max_model_len)
-        if not prompt:
-            raise RequestError("`prompt` must not be empty. Send a text or token ids.", param="prompt")
-        return prompt
+
+async def _prompt(request: pb.GenerateRequest, chosen: ModelBackend, output_tokens: int) -> list[int]:
+    max_model_len = chosen.max_model_len()
+    truncate = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
+    keep = tokens_to_keep(truncate, output_tokens, max_model_len)
+    if request.WhichOneof("prompt") == "text":
+        texts = [request.text]
+        [prompt] = await chosen.model.encode(texts, add_special_tokens=True, max_model_len=max_model_len, keep=keep)
+    else:
+        prompt = list(request.token_ids.ids)[-(keep or 0) :]
+        await chosen.model.check_prompts([prompt], max_model_len)
+    if not prompt:
+        raise RequestError("`prompt` must not be empty. Send a text or token ids.", param="prompt")
+    return prompt
 
 
 def _sampling_fields(sampling: pb.ClientSampling) -> SamplingFields:
@@ -250,13 +269,25 @@ def _sampling_fields(sampling: pb.ClientSampling) -> SamplingFields:
         "logit_bias": {str(token_id): bias for token_id, bias in sampling.logit_bias.items()},
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),
+        "allowed_token_ids": list(sampling.allowed_token_ids) or None,
+        "bad_words": list(sampling.bad_words),
+        "logprob_token_ids": list(sampling.logprob_token_ids),
     }
-    # The HTTP endpoints name this field differently.
-    fields.pop("logprobs", None)
+    # The HTTP endpoints name these fields differently, or only some of them have them.
+    for name in ("logprobs", "prompt_logprobs", "thinking_token_budget"):
+        fields.pop(name, None)
     return validate(SamplingFields, fields)
 
 
-def _shape(generation: Generation, ids: Ids, model_name: str) -> ResponseShape:
+def _alternatives(sampling: pb.ClientSampling, name: Literal["logprobs", "prompt_logprobs"]) -> int | None:
+    """The alternatives that a field requests; None: no log-probabilities. Raises `RequestError`."""
+    number = sampling.logprobs if name == "logprobs" else sampling.prompt_logprobs
+    if number > MAX_LOGPROBS:
+        raise RequestError(f"`{name}` is {number} (limit {MAX_LOGPROBS}). Lower it.", param=name)
+    return number if sampling.HasField(name) else None
+
+
+def _shape(generation: Generation, ids: Ids, model_name: str, *, return_token_ids: bool) -> ResponseShape:
     """What is kept of a response; its messages have no more."""
     return ResponseShape(
         response_id=generation.request_id,
@@ -265,4 +296,5 @@ def _shape(generation: Generation, ids: Ids, model_name: str) -> ResponseShape:
         created=0,
         include_usage=True,
         continuous_usage=False,
+        return_token_ids=return_token_ids,
     )

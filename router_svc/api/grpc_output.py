@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -17,13 +18,25 @@ from router_svc.request.stream import WRITE_TIMEOUT_S, DeltaSource, TokenUsage
 
 
 async def send(
-    context: grpc.aio.ServicerContext[Any, Any], generation: Generation, stream: DeltaSource, ids: EventIds | None
+    context: grpc.aio.ServicerContext[Any, Any],
+    generation: Generation,
+    stream: DeltaSource,
+    ids: EventIds | None,
+    prompt_token_ids: Sequence[int] = (),
 ) -> None:
-    """Writes the output of a generation, and its usage. Raises `TransferTimeout` for a client that does not read."""
+    """Writes the output of a generation, and its usage. Raises `TransferTimeout` for a client that does not read.
+
+    The first message has `prompt_token_ids`.
+    """
     request_id = generation.request_id
+    first = [prompt_token_ids]
 
     async def write(deltas: list[ChoiceDelta]) -> None:
-        message = pb.GenerateResponse(request_id=request_id)
+        message = pb.GenerateResponse(request_id=request_id, prompt_token_ids=first.pop() if first else ())
+        if (scores := deltas[0].prompt_logprobs) is not None:  # All choices have the same.
+            message.prompt_logprobs.extend(map(logprobs_to_wire, scores))
+            await context.write(message)
+            return
         for delta in deltas:
             position = "" if ids is None else ids.after(delta)
             if position is not None:  # The client has it otherwise.

@@ -16,7 +16,7 @@ _METHODS = "GET, POST"
 _PREFLIGHT_AGE_S = 600
 #: What scripts of other origins may read besides the body.
 _EXPOSED = (
-    "X-Request-Id, Retry-After, "
+    "X-Request-Id, request-id, Retry-After, Pdserve-Ignored-Fields, "
     "x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
     "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -16,13 +16,16 @@ from pdserve.base.logs import get_logger
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from router_svc.api.authentication import LimitHeaders, add_limit_headers, authentication, no_limit_headers
 from router_svc.api.guards import add_cross_origin, known_hosts
-from router_svc.api.http_request import IDS, REQUEST_ID_HEADER, caller_of
+from router_svc.api.http_request import IDS, REQUEST_ID_HEADER, add_ignored_fields, caller_of
 from router_svc.api.openai.errors import error_response, from_http_exception
 from router_svc.api.request_span import http_tracing
 from router_svc.clients.access import Access
 from router_svc.request.stream import WRITE_TIMEOUT_S
 
 log = get_logger(__name__)
+
+#: Makes the response to a request that has failed.
+ErrorForm = Callable[[PdserveError, web.Request], web.Response]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,8 @@ class HttpRules:
     #: What a client has left of its limits.
     limit_headers: LimitHeaders = no_limit_headers
     write_timeout_s: float = WRITE_TIMEOUT_S
+    #: The form of errors by the start of the path, where it is not OpenAI's.
+    error_forms: Mapping[str, ErrorForm] = field(default_factory=dict)
 
 
 def make_app(
@@ -47,7 +52,7 @@ def make_app(
     tracer: Tracer = NO_TRACER,
 ) -> web.Application:
     """The application with the given groups of routes."""
-    errors = _errors(refusals or Refusals())
+    errors = _errors(refusals or Refusals(), rules.error_forms)
     app = web.Application(
         middlewares=[http_tracing(tracer), _deadline(rules.write_timeout_s), errors, known_hosts(rules.hosts)],
         client_max_size=rules.max_body_bytes,
@@ -55,6 +60,7 @@ def make_app(
     add_cross_origin(app, rules.origins)
     app.middlewares.append(authentication(rules.access))
     add_limit_headers(app, rules.limit_headers)
+    add_ignored_fields(app)
     for group in routes:
         app.add_routes(group)
     return app
@@ -93,7 +99,7 @@ def _disconnect(request: web.Request) -> None:
         request.transport.abort()
 
 
-def _errors(refusals: Refusals) -> Middleware:
+def _errors(refusals: Refusals, forms: Mapping[str, ErrorForm]) -> Middleware:
     """A middleware that makes responses of errors, and reports those that refuse a request."""
 
     @web.middleware
@@ -109,7 +115,8 @@ def _errors(refusals: Refusals) -> Middleware:
         except Exception as raised:  # noqa: BLE001 - the error boundary of the process: reported to the client
             error = _as_ours(raised, request)
             refusals.refused(error, caller_of(request))
-            response = error_response(error)
+            form = next((form for start, form in forms.items() if request.path.startswith(start)), None)
+            response = error_response(error) if form is None else form(error, request)
         ids = request.get(IDS)
         if ids is not None and not response.prepared:
             response.headers[REQUEST_ID_HEADER] = ids.header

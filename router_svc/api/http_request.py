@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
 from aiohttp import web
@@ -17,6 +18,11 @@ REQUEST_ID_HEADER = "X-Request-Id"
 IDS = web.RequestKey("ids", Ids)
 #: Key of the model that a request names, for the audit log.
 MODEL = web.RequestKey("model", str)
+#: Key of the names of fields that were ignored, since they are unknown.
+IGNORED_FIELDS = web.RequestKey("ignored_fields", tuple[str, ...])
+IGNORED_FIELDS_HEADER = "Pdserve-Ignored-Fields"
+_MAX_SHOWN = 32
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\[\]-]", re.ASCII)
 #: The only type of bodies. A page of another origin cannot send it without the router's consent.
 _JSON = "application/json"
 
@@ -38,7 +44,22 @@ def caller_of(request: web.Request) -> Caller:
 async def read_body(request: web.Request, cls: type[AnyBody], intake: Intake) -> AnyBody:
     """The validated body of the request. Raises `RequestError` or `Overloaded`."""
     require_json(request)
-    return await intake.read(request, cls)
+    body = await intake.read(request, cls)
+    request[IGNORED_FIELDS] = body.ignored_fields
+    return body
+
+
+def add_ignored_fields(app: web.Application) -> None:
+    """Every answer to a body with unknown fields that were ignored names them in a header."""
+
+    async def add(request: web.Request, response: web.StreamResponse) -> None:
+        names = request.get(IGNORED_FIELDS, ())
+        if names:
+            shown = [_NOT_IN_NAMES.sub("_", name) for name in names[:_MAX_SHOWN]]
+            more = [f"and {len(names) - _MAX_SHOWN} more"] if len(names) > _MAX_SHOWN else []
+            response.headers[IGNORED_FIELDS_HEADER] = ", ".join(shown + more)
+
+    app.on_response_prepare.append(add)
 
 
 def require_json(request: web.Request) -> None:

@@ -20,6 +20,7 @@ from router_svc.api.body import Body
 from router_svc.api.parse import parse_body
 from router_svc.api.text_threads import TextThreads
 from router_svc.api.unpack import Unpacker
+from router_svc.config import RouterConfig
 
 #: Bodies up to this size are parsed on the event loop, and may take the whole budget. Larger ones leave some of it.
 SMALL_BODY_BYTES = 64 * 1024
@@ -56,14 +57,33 @@ class Hold:
 class Intake:
     """Reads and parses bodies within the budget. Belongs to the event loop."""
 
-    def __init__(self, threads: TextThreads, *, max_bytes: int = MAX_BYTES, timeout_s: float = BODY_TIMEOUT_S) -> None:
-        self._threads = threads
+    def __init__(
+        self,
+        threads: TextThreads,
+        *,
+        max_bytes: int = MAX_BYTES,
+        timeout_s: float = BODY_TIMEOUT_S,
+        tolerates_unknown_fields: bool = False,
+        trusts_templates: bool = False,
+    ) -> None:
+        #: For work on bodies, of which the model is not known yet.
+        self.threads = threads
+        self._rules = {"tolerates_unknown_fields": tolerates_unknown_fields, "trusts_templates": trusts_templates}
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         #: Bytes of all bodies at present.
         self.held_bytes = 0
         #: Bodies that were refused because there was no room for them.
         self.refused = 0
+
+    @classmethod
+    def of(cls, config: RouterConfig, threads: TextThreads) -> Intake:
+        """The router's: what it tolerates is in its flags."""
+        return cls(
+            threads,
+            tolerates_unknown_fields=config.unknown_fields == "warn",
+            trusts_templates=config.trust_request_chat_template,
+        )
 
     @contextmanager
     def hold(self) -> Iterator[Hold]:
@@ -85,7 +105,7 @@ class Intake:
             CounterSource(
                 name="texts_refused",
                 text="Texts refused because too many waited to be tokenized",
-                value=lambda: self._threads.refused,
+                value=lambda: self.threads.refused,
             ),
         )
 
@@ -94,8 +114,8 @@ class Intake:
         with self.hold() as hold:
             body = await self._receive(request, hold)
             if len(body) <= SMALL_BODY_BYTES:
-                return parse_body(cls, body)
-            return await self._threads.run(len(body), lambda: parse_body(cls, body))
+                return parse_body(cls, body, **self._rules)
+            return await self.threads.run(len(body), lambda: parse_body(cls, body, **self._rules))
 
     def require_room(self, body_bytes: int, more: int) -> None:
         """Raises `Overloaded` unless `more` bytes of a body, which has `body_bytes` then, are within the budget."""

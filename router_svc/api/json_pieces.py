@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from pydantic_core import from_json
+
 Element = TypeVar("Element")
 
 _PIECE = 4096
@@ -28,9 +30,28 @@ def list_to_json(values: Sequence[Element], shape: Callable[[Element], object]) 
     return b"[%b]" % b",".join(pieces)
 
 
+def integers_to_json(values: Sequence[int]) -> bytes:
+    """The list of the integers."""
+    return list_to_json(values, lambda value: value)
+
+
 def text_to_json(text: str) -> bytes:
     """The text as a JSON string."""
     pieces = [
         to_json(text[start : start + _PIECE_CHARACTERS])[1:-1] for start in range(0, len(text), _PIECE_CHARACTERS)
     ]
     return b'"%b"' % b"".join(pieces)
+
+
+def object_to_json(text: str) -> bytes:
+    """The arguments of a call as a JSON object. Those that were cut off are as clients read such a stream."""
+    try:
+        if isinstance(from_json(text, allow_inf_nan=False), dict):
+            return text.encode()
+    except ValueError:
+        pass
+    try:
+        found = from_json(text, allow_inf_nan=False, allow_partial=True)
+    except ValueError:
+        return b"{}"
+    return to_json(found if isinstance(found, dict) else {})

@@ -132,6 +132,7 @@ class DecisionRecord(_Request):
     fallbacks: list[Incident]
     migrations: list[Migration]
     pauses: list[Pause]
+    grammar_sha256: str | None
     resumed_tokens: int | None
     reported: dict[str, float]
 

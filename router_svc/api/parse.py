@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Collection, Sequence
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from pdserve.base.errors import RequestError, TooLarge
 from pdserve.base.sampling import MAX_LOGIT_BIAS
 from router_svc.api.body import Body
-from router_svc.api.fields import MESSAGE_UNSUPPORTED, UNSUPPORTED
+from router_svc.api.fields import IGNORED, MESSAGE_UNSUPPORTED, UNSUPPORTED, UNSUPPORTED_BECAUSE
 from router_svc.api.structure import require_light
 
 #: No body of this API needs deeper nesting.
@@ -24,24 +24,77 @@ MAX_FIELDS = 256
 #: Keys of any object of a body. Validation reports every unknown key in one call, during which no other thread runs.
 MAX_KEYS = max(MAX_FIELDS, MAX_LOGIT_BIAS)
 
+#: What the names of kinds start with, so that paths are without them: pydantic adds them to the keys of the body.
+TAG_MARK = "<kind>"
+
+_TEMPLATE = "chat_template"
+
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-def parse_body(cls: type[AnyBody], body: bytes) -> AnyBody:
-    """The body as `cls`. Raises `RequestError`."""
-    return validate(cls, _parse_json(body))
+def parse_body(
+    cls: type[AnyBody], body: bytes, *, tolerates_unknown_fields: bool = False, trusts_templates: bool = False
+) -> AnyBody:
+    """The body as `cls`. `trusts_templates`: it may have a chat template of its own. Raises `RequestError`."""
+    fields = _parse_json(body)
+    if not trusts_templates and isinstance(fields, dict) and fields.get(_TEMPLATE) and _TEMPLATE in cls.model_fields:
+        raise RequestError(
+            f"`{_TEMPLATE}` is not supported: the router was started without --trust-request-chat-template. Omit it.",
+            param=_TEMPLATE,
+        )
+    return validate(cls, fields, tolerates_unknown_fields=tolerates_unknown_fields)
 
 
-def validate(cls: type[AnyBody], fields: object) -> AnyBody:
-    """Parsed fields as `cls`. Raises `RequestError`."""
+def validate(cls: type[AnyBody], fields: object, *, tolerates_unknown_fields: bool = False) -> AnyBody:
+    """Parsed fields as `cls`. Unknown ones are refused, or their names are in `ignored_fields` of the body.
+
+    Raises `RequestError`.
+    """
     if not isinstance(fields, dict):
         raise RequestError("The request body must be a JSON object.")
     _require_countable(fields)
     _require_shape(fields)
+    is_tolerant = tolerates_unknown_fields or cls.tolerates_unknown_fields
+    known, ignored = _without_unknown(fields, cls) if is_tolerant else (fields, ())
     try:
-        return cls.model_validate(fields)
+        body = cls.model_validate(known)
     except ValidationError as error:
         raise _as_request_error(error, cls) from None
+    body._ignored_fields = ignored
+    return body
+
+
+def _without_unknown(fields: dict[Any, Any], cls: type[Body]) -> tuple[dict[Any, Any], tuple[str, ...]]:
+    """The fields that `cls` has, and the names of the others. What is known and not supported is not unknown."""
+    ignored: dict[str, None] = {}
+
+    def known(given: dict[Any, Any], model: type[BaseModel], others: Collection[str], path: str) -> dict[Any, Any]:
+        names = model.model_fields.keys() | others
+        ignored.update((f"{path}{name}"[:MAX_ECHO], None) for name in given if name not in names)
+        return {name: value for name, value in given.items() if name in names}
+
+    # A client of an endpoint that tolerates unknown fields sends many that mean something elsewhere only.
+    others = IGNORED if cls.tolerates_unknown_fields else IGNORED | UNSUPPORTED.keys()
+    kept = known(fields, cls, others, "")
+    for name, model in cls.tolerant_lists.items():
+        if isinstance(kept.get(name), list):
+            kept[name] = [
+                known(each, model, MESSAGE_UNSUPPORTED.keys(), f"{name}[].") if isinstance(each, dict) else each
+                for each in kept[name]
+            ]
+    return kept, tuple(ignored)
+
+
+def read_object(text: str) -> dict[str, object] | None:
+    """The JSON object that a text within a body is; None: it is none, or it exceeds what a body may have."""
+    try:
+        found = _parse_json(text.encode(errors="replace"))
+        if not isinstance(found, dict):
+            return None
+        _require_shape(found)
+    except RequestError:
+        return None
+    return found
 
 
 def _require_countable(fields: dict[object, object]) -> None:
@@ -110,7 +163,8 @@ def _message(detail: ErrorDetails, cls: type[Body]) -> str:
 def _unknown_field(path: str, cls: type[Body]) -> str:
     name = path.rpartition(".")[2]
     if name in UNSUPPORTED or name in MESSAGE_UNSUPPORTED:
-        return f"`{path}` is not supported with the value given"
+        why = UNSUPPORTED_BECAUSE.get(name)
+        return f"`{path}` is not supported with the value given" + (f": {why}" if why else "")
     near = difflib.get_close_matches(path, cls.model_fields, n=1)
     return f"Unknown field `{path}`" + (f" (did you mean `{near[0]}`?)" if near else "")
 
@@ -128,5 +182,7 @@ def _path(location: tuple[int | str, ...]) -> str:
     """`messages[0].content`."""
     path = ""
     for key in location:
+        if isinstance(key, str) and key.startswith(TAG_MARK):
+            continue
         path += f"[{key}]" if isinstance(key, int) else f".{key[:MAX_ECHO]}" if path else key[:MAX_ECHO]
     return path

@@ -14,12 +14,12 @@ from aiohttp.typedefs import Middleware
 from pdserve.base.errors import PdserveError, codes_of
 from pdserve.base.tracing.context import TRACEPARENT, TraceContext, parse_traceparent
 from pdserve.base.tracing.spans import Attribute, Span, SpanKind, Tracer
-from router_svc.api.generations import CHAT, COMPLETIONS
+from router_svc.api.generations import CHAT, COMPLETIONS, MESSAGES, OLLAMA_CHAT, OLLAMA_GENERATE, RESPONSES
 
 #: Key of the span's context, within which the request is run. Absent without a trace.
 TRACE = web.RequestKey("trace", TraceContext)
 #: Other endpoints answer from memory and are not traced.
-_TRACED = (CHAT.name, COMPLETIONS.name)
+_TRACED = frozenset(each.name for each in (CHAT, COMPLETIONS, MESSAGES, OLLAMA_CHAT, OLLAMA_GENERATE, RESPONSES))
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from pdserve.base.errors import NotFound, RequestError, StaleError
-from pdserve.base.store import Store
 from router_svc.api.event_ids import NAME_CHARACTERS, NOTHING, EventIds, Seen
 from router_svc.api.ids import is_traceable_id
+from router_svc.api.models import Models
 from router_svc.generation import Generation
 from router_svc.records.resumable import ResponseShape, Resumable
 from router_svc.records.stream_log import StreamLog
 from router_svc.records.stream_logs import StreamLogs
-from router_svc.records.stream_seal import StreamSeal
 from router_svc.records.traces import ID_PREFIXES
 from router_svc.request.client import Client
-from router_svc.routing.cluster import Cluster
 
 #: The APIs: a stream is resumed in that of its request.
 HTTP, GRPC = "http", "grpc"
@@ -25,11 +23,11 @@ HTTP, GRPC = "http", "grpc"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resuming:
-    """The streams of this router, and the model that they are of."""
+    """The streams of this router, and the models that they may be of."""
 
     logs: StreamLogs
-    model_name: str
-    model_revision: str
+    #: Revisions of the models by their names; empty: the model is of no hub.
+    revisions: Mapping[str, str]
 
     def new_log(
         self, client: Client, api: str, shape: ResponseShape, generations: Sequence[Generation]
@@ -37,7 +35,8 @@ class Resuming:
         """The log of a request that is about to run; None: it cannot be resumed."""
         if not self.logs.is_on:
             return None
-        resumable = Resumable(shape=shape, generations=tuple(generations), model_revision=self.model_revision)
+        revision = self.revisions[shape.model]
+        resumable = Resumable(shape=shape, generations=tuple(generations), model_revision=revision)
         return self.logs.new(_owner_of(client, api), resumable)
 
     @asynccontextmanager
@@ -64,25 +63,23 @@ class Resuming:
 
     def _require_same_model(self, resumable: Resumable) -> None:
         made_by = _model_name(resumable.shape.model, resumable.model_revision)
-        served = _model_name(self.model_name, self.model_revision)
-        if made_by != served:
+        served = [_model_name(*each) for each in self.revisions.items()]
+        if made_by not in served:
             raise StaleError(
-                f"The stream is of the model {made_by}, and this router serves {served}. Resume it on a router of the "
-                "former, or send the request again."
+                f"The stream is of the model {made_by}, and this router serves {', '.join(served)}. Resume it on a "
+                "router of the former, or send the request again."
             )
 
 
 def event_ids(log: StreamLog, seen: Seen = NOTHING) -> EventIds:
     """The ids of the events of a stream. Raises `RequestError` when `seen` is of another one."""
     num_choices = sum(generation.sampling.n for generation in log.resumable.generations)
-    return EventIds(log.nonce[:NAME_CHARACTERS], num_choices, seen)
+    return EventIds(log.nonce[:NAME_CHARACTERS], num_choices, seen, can_be_resumed=lambda: log.is_stored)
 
 
-def resuming_of(cluster: Cluster, store: Store, *, ttl_s: float) -> Resuming:
-    """How streams of this cluster are resumed. `ttl_s`: for how long; 0: they are not."""
-    logs = StreamLogs(store, StreamSeal(cluster.seals.secret), ttl_s=ttl_s)
-    policy = cluster.policy
-    return Resuming(logs=logs, model_name=policy.model_name, model_revision=policy.model_revision or "")
+def resuming_of(models: Models, logs: StreamLogs) -> Resuming:
+    """How streams of these models are resumed."""
+    return Resuming(logs=logs, revisions={backend.name: backend.revision for backend in models})
 
 
 def _owner_of(client: Client, api: str) -> str:

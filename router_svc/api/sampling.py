@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pdserve.base.errors import RequestError, TooLarge
-from pdserve.base.sampling import SamplingParams
+from pdserve.base.errors import ContextExceeded, RequestError, TooLarge
+from pdserve.base.sampling import SamplingParams, ThinkingBudget
 from router_svc.api.body import SamplingFields
 from router_svc.api.served_model import SamplingDefaults, ServedModel, check_token_ids
 from router_svc.generation import TextRules
@@ -20,11 +20,13 @@ MAX_SEQUENCES = 512
 #: Sequences times tokens times reported log-probabilities of one request. A response that is not streamed keeps them in
 #: memory, about 400 bytes each, and an entry takes 7 us to write.
 MAX_LOGPROB_ENTRIES = 65_536
+#: As many of prompt tokens, over all choices that repeat them.
+MAX_PROMPT_LOGPROB_ENTRIES = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointFields:
-    """Fields that the endpoints name differently."""
+    """Fields that the endpoints name differently, and those that all prompts of a request share."""
 
     max_tokens: int | None
     #: Value when the client sets no `max_tokens`; None is the rest of the context.
@@ -32,14 +34,25 @@ class EndpointFields:
     #: Name of the client's field, for errors.
     max_tokens_param: str = "max_tokens"
     logprobs: int | None = None
+    #: Alternatives of each prompt token; None: prompts have no log-probabilities.
+    prompt_logprobs: int | None = None
+    #: What the output has to match; empty: anything.
+    grammar: str = ""
+    #: Special tokens that the text has, whatever the client wants of others.
+    kept_tokens: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    #: How long the output thinks at most; None: as long as it does.
+    thinking: ThinkingBudget | None = None
 
 
-def text_rules(fields: SamplingFields) -> TextRules:
+def text_rules(fields: SamplingFields, own_fields: EndpointFields) -> TextRules:
     """How the completion becomes text."""
     return TextRules(
         stop=tuple(fields.stop or ()),
         include_stop_str_in_output=bool(fields.include_stop_str_in_output),
         skip_special_tokens=fields.skip_special_tokens is not False,
+        kept_tokens=own_fields.kept_tokens,
     )
 
 
@@ -74,7 +87,27 @@ def sampling_params(
         seed=fields.seed if fields.seed is not None else secrets.randbits(63),
         logprobs=own_fields.logprobs,
         n=fields.n or 1,
+        grammar=own_fields.grammar,
+        allowed_token_ids=own_fields.allowed_token_ids,
+        bad_words=own_fields.bad_words,
+        logprob_token_ids=_logprob_token_ids(fields, own_fields, model),
+        thinking=own_fields.thinking,
     )
+
+
+def require_token(params: SamplingParams, model: ServedModel) -> None:
+    """Raises `RequestError` where the fields that allow and forbid tokens leave none for the first one."""
+    if not params.allowed_token_ids:
+        return
+    check_token_ids(params.allowed_token_ids, model.vocab_size, param="allowed_token_ids")
+    left = set(params.allowed_token_ids).difference(word[0] for word in params.bad_words if len(word) == 1)
+    if params.min_tokens and not params.grammar:
+        left.difference_update(params.stop_token_ids, () if params.ignore_eos else model.tokenizer.eos_token_ids)
+    if not left:
+        raise RequestError(
+            "`allowed_token_ids` has no token that `bad_words` and `min_tokens` leave. Allow others.",
+            param="allowed_token_ids",
+        )
 
 
 def require_bounded(params: Sequence[SamplingParams]) -> None:
@@ -86,12 +119,28 @@ def require_bounded(params: Sequence[SamplingParams]) -> None:
             "Split the request.",
             param="n",
         )
-    entries = sum(each.n * each.max_tokens * (each.logprobs + 1) for each in params if each.logprobs is not None)
+    entries = sum(each.n * each.max_tokens * each.num_logprobs for each in params)
     if entries > MAX_LOGPROB_ENTRIES:
         raise TooLarge(
-            f"prompts * n * max_tokens * (logprobs + 1) is {entries}, more than {MAX_LOGPROB_ENTRIES}. "
-            "Lower one of them.",
+            f"prompts * n * max_tokens * (logprobs + logprob_token_ids + 1) is {entries}, more than "
+            f"{MAX_LOGPROB_ENTRIES}. Lower one of them.",
             param="logprobs",
+        )
+
+
+def require_few_scores(prompt_tokens: int, params: SamplingParams, alternatives: int | None) -> None:
+    """Raises `TooLarge` for too many log-probabilities of prompts, of which each choice has them. None: there are none.
+
+    `prompt_tokens`: of all prompts. Call it before anything is computed.
+    """
+    if alternatives is None:
+        return
+    entries = prompt_tokens * params.n * (1 + alternatives + len(params.logprob_token_ids))
+    if entries > MAX_PROMPT_LOGPROB_ENTRIES:
+        raise TooLarge(
+            f"{prompt_tokens} prompt tokens * n * (alternatives + logprob_token_ids + 1) is {entries}, more than "
+            f"{MAX_PROMPT_LOGPROB_ENTRIES} log-probabilities. Send fewer prompts, or request fewer alternatives.",
+            param="prompt",
         )
 
 
@@ -102,14 +151,15 @@ def _limit(fields: SamplingFields, own_fields: EndpointFields, defaults: Samplin
     """
     limits = [defaults.max_new_tokens]
     if own_fields.logprobs is not None and own_fields.max_tokens is None:
-        limits.append(max(1, MAX_LOGPROB_ENTRIES // ((fields.n or 1) * (own_fields.logprobs + 1))))
+        reported = 1 + own_fields.logprobs + len(fields.logprob_token_ids or ())
+        limits.append(max(1, MAX_LOGPROB_ENTRIES // ((fields.n or 1) * reported)))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _max_tokens(own_fields: EndpointFields, limit: int | None, prompt_tokens: int, max_model_len: int) -> int:
     remaining, requested = max_model_len - prompt_tokens, own_fields.max_tokens
     if requested is not None and requested > remaining:
-        raise RequestError(
+        raise ContextExceeded(
             f"The prompt has {prompt_tokens} tokens and `{own_fields.max_tokens_param}` is {requested}, "
             f"but the context holds {max_model_len} in total. Request at most {remaining} tokens.",
             param=own_fields.max_tokens_param,
@@ -121,6 +171,16 @@ def _max_tokens(own_fields: EndpointFields, limit: int | None, prompt_tokens: in
 def _top_k(value: int, vocab_size: int) -> int:
     """`top_k` as workers receive it: 0 for a value that limits nothing."""
     return value if 0 < value < vocab_size else 0
+
+
+def _logprob_token_ids(fields: SamplingFields, own_fields: EndpointFields, model: ServedModel) -> tuple[int, ...]:
+    if fields.logprob_token_ids and own_fields.logprobs is None:
+        raise RequestError(
+            "`logprob_token_ids` needs `logprobs`. Send it, too, as 0 or true.", param="logprob_token_ids"
+        )
+    token_ids = tuple(dict.fromkeys(fields.logprob_token_ids or ()))
+    check_token_ids(token_ids, model.vocab_size, param="logprob_token_ids")
+    return token_ids
 
 
 def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:

@@ -5,24 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pdserve.base.errors import RequestError, SetupError
+from pdserve.base.errors import ContextExceeded, RequestError, SetupError
 from pdserve.base.sampling import MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_REPETITION_PENALTY
 from pdserve.model.chat_template import ChatTemplate
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
 from pdserve.model.tokenizer import Tokenizer
 from pdserve.model.tokenizer_file import read_tokenizer
-from router_svc.api.text_threads import INLINE_CHARACTERS, TextThreads
+from router_svc.api.chat_size import MESSAGE_COST, characters_of, chat_size
+from router_svc.api.last_used import LastUsed
+from router_svc.api.pooling.model_pooling import ModelPooling
+from router_svc.api.structured import StructuredFields, grammar_of, has_structure
+from router_svc.api.text_threads import INLINE_CHARACTERS, LONG_CHARACTERS, TextThreads
+from router_svc.message_formats import AUTO
+from router_svc.messages.described_tools import with_described_tools
+from router_svc.messages.model_messages import ModelMessages, messages_of
 
 #: Texts up to this size are tokenized without an estimate of their token count.
 _ALWAYS_TOKENIZED_CHARACTERS = 100_000
-#: Template work for a message without content, as a number of characters.
-_MESSAGE_COST = 64
 #: Far above any real default, and within the fields of a request to a worker.
 _MAX_INTEGER = 2**31 - 1
 #: Tokens by which a text may exceed the context before it is refused by a count in pieces, which is not exact.
@@ -63,22 +68,38 @@ class ServedModel:
     defaults: SamplingDefaults
     vocab_size: int
     max_position_embeddings: int
+    #: The name that the model's files give its tokenizer.
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+    messages: ModelMessages = field(default_factory=ModelMessages)
+    pooling: ModelPooling = field(default_factory=ModelPooling)
     threads: TextThreads = field(default_factory=TextThreads)
+    #: Those of chats with tools.
+    grammars: LastUsed[str] = field(default_factory=lambda: LastUsed(64))
+    #: Those that came with requests.
+    templates: LastUsed[ChatTemplate] = field(default_factory=lambda: LastUsed(8))
+    #: Whether the template is the model's, and so renders short conversations fast.
+    has_own_template: bool = True
 
     @classmethod
-    def load(cls, model_dir: Path, name: str, *, special_tokens_in_text: bool = True) -> ServedModel:
+    def load(
+        cls, model_dir: Path, name: str, *, special_tokens_in_text: bool = True, message_format: str = AUTO
+    ) -> ServedModel:
         """Reads tokenizer, chat template and configs. Raises `SetupError`."""
         config = ModelConfig.from_dir(model_dir)
         tokenizer = read_tokenizer(model_dir, special_tokens_in_text=special_tokens_in_text)
         # The event loop waits for no other process.
         inline = -1 if tokenizer.is_isolated else INLINE_CHARACTERS
+        template = ChatTemplate.from_dir(model_dir)
         return cls(
             name=name,
             tokenizer=tokenizer,
-            template=ChatTemplate.from_dir(model_dir),
+            template=template,
+            messages=messages_of(model_dir, template, message_format),
             defaults=SamplingDefaults.from_dir(model_dir),
+            pooling=ModelPooling.from_dir(model_dir, config.hidden_size),
             vocab_size=config.vocab_size,
             max_position_embeddings=config.max_position_embeddings,
+            tokenizer_class=_tokenizer_class(model_dir),
             threads=TextThreads(inline_characters=inline),
         )
 
@@ -88,7 +109,7 @@ class ServedModel:
         self.tokenizer.close()
 
     def require_plausible(self, text: str, *, param: str) -> None:
-        """Raises `RequestError` for a text that cannot fit into the context, without tokenizing all of it.
+        """Raises `ContextExceeded` for a text that cannot fit into the context, without tokenizing all of it.
 
         Call it in a thread: a long text is tokenized in pieces until they exceed the context.
         """
@@ -100,16 +121,22 @@ class ServedModel:
             counted = self.tokenizer.count_up_to(text, int(limit * _COUNT_MARGIN))
             at_least = max(at_least, int(counted / _COUNT_MARGIN))
         if at_least >= limit:
-            raise RequestError(
+            raise ContextExceeded(
                 f"The prompt has at least {at_least} tokens, but the context holds {limit}, including the completion. "
                 "Shorten the prompt.",
                 param=param,
             )
 
     async def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool, max_model_len: int | None = None
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,
+        max_model_len: int | None = None,
+        keep: int | None = None,
+        param: str = "prompt",
     ) -> list[list[int]]:
-        """Token ids of prompts. Long texts do not block the event loop.
+        """Token ids of prompts, of each the last `keep`. Long texts do not block the event loop.
 
         Raises `RequestError` at the first one that does not fit into the context, before the others are tokenized, and
         `Overloaded` when too many texts wait. Without `max_model_len`, a text may be longer than the context, but not
@@ -119,11 +146,12 @@ class ServedModel:
         def work() -> list[list[int]]:
             encoded = []
             for text in texts:
-                self.require_plausible(text, param="prompt")
-                literal = self.tokenizer.literal(text, param="prompt")
-                encoded.append(self.tokenizer.encode(literal, add_special_tokens))
+                self.require_plausible(text, param=param)
+                literal = self.tokenizer.literal(text, param=param)
+                token_ids = self.tokenizer.encode(literal, add_special_tokens)
+                encoded.append(token_ids if keep is None else token_ids[-keep:])
                 if max_model_len is not None:
-                    require_fits(len(encoded[-1]), max_model_len, param="prompt")
+                    require_fits(len(encoded[-1]), max_model_len, param=param)
             return encoded
 
         return await self.threads.run(sum(map(len, texts)), work)
@@ -134,37 +162,85 @@ class ServedModel:
         *,
         add_generation_prompt: bool,
         add_special_tokens: bool,
-        template_kwargs: Mapping[str, bool | int | float | str],
+        template_kwargs: Mapping[str, object],
+        tools: Sequence[Mapping[str, object]] = (),
+        continues: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation. Raises `RequestError` if the template refuses it, or if there is no template."""
+        """Token ids of a conversation. `continues`: they end within the last message.
+
+        Raises `RequestError` if the template refuses it, or if there is no template.
+        """
 
         def render() -> str:
-            kept = [{name: self._literal(text, "messages") for name, text in each.items()} for each in messages]
-            kwargs = {name: self._literal(value, "chat_template_kwargs") for name, value in template_kwargs.items()}
-            return self.template.render(kept, add_generation_prompt=add_generation_prompt, **kwargs)
+            shown, described = list(tools), messages
+            if not self.messages.has_tools_in_template:
+                shown, described = [], with_described_tools(messages, tools)
+            kept = [self._literal(each, "messages") for each in described]
+            kwargs: dict[str, Any] = self._literal(dict(template_kwargs), "chat_template_kwargs")
+            if shown:
+                kwargs["tools"] = self._literal(shown, "tools")
+            text = self.template.render(kept, add_generation_prompt=add_generation_prompt, **kwargs)
+            return _within_last(text, kept) if continues else text
 
         def encode(text: str) -> list[int]:
             self.require_plausible(text, param="messages")
             return self.tokenizer.encode(text, add_special_tokens)
 
-        size = _chat_size(messages, template_kwargs)
-        if size > INLINE_CHARACTERS:
+        # Thousands of messages take milliseconds to be counted.
+        counting = MESSAGE_COST * len(messages)
+        size = await self.threads.run(counting, lambda: chat_size(messages, template_kwargs) + characters_of(tools))
+        if size > INLINE_CHARACTERS or not self.has_own_template:
+            # Others leave one of the threads free.
+            size = size if self.has_own_template else max(size, LONG_CHARACTERS + 1)
             return await self.threads.run(size, lambda: encode(render()))
         # A template may print much for little, so the size of its output decides again.
         text = render()
         return await self.threads.run(len(text), lambda: encode(text))
 
-    def _literal(self, value: object, param: str) -> object:
-        return self.tokenizer.literal(value, param=param) if isinstance(value, str) else value
+    async def grammar_of(self, fields: StructuredFields) -> str:
+        """What the output has to match; empty: anything. Raises `RequestError` for what cannot be enforced."""
+        if not has_structure(fields):
+            return ""
+        # Never on the event loop: a short grammar can take long to check, too.
+        return await self.threads.run(INLINE_CHARACTERS + 1, lambda: grammar_of(fields))
 
-    async def check_prompts(self, prompts: Sequence[Sequence[int]], max_model_len: int) -> None:
+    def _literal(self, value: Any, param: str) -> Any:
+        """The value, in which every text of the client's stays text."""
+        match value:
+            case str():
+                return self.tokenizer.literal(value, param=param)
+            case Mapping():
+                return {self._literal(name, param): self._literal(each, param) for name, each in value.items()}
+            case list():
+                return [self._literal(each, param) for each in value]
+            case _:
+                return value
+
+    async def bad_words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens that each text can have in an output: at its start, and behind a space. Raises `RequestError`."""
+
+        def work() -> tuple[tuple[int, ...], ...]:
+            found: dict[tuple[int, ...], None] = {}
+            for text in texts:
+                word = self.tokenizer.literal(text.lstrip() or text, param="bad_words")
+                for spelling in (word, f" {word}"):
+                    found[tuple(self.tokenizer.encode(spelling, False))] = None
+            if () in found:
+                raise RequestError("`bad_words` has a text without tokens. Remove it.", param="bad_words")
+            return tuple(found)
+
+        return await self.threads.run(sum(map(len, texts)), work) if texts else ()
+
+    async def check_prompts(
+        self, prompts: Sequence[Sequence[int]], max_model_len: int, *, param: str = "prompt"
+    ) -> None:
         """Raises `RequestError` for token ids that do not fit into the context, or are not in the vocabulary."""
         for prompt in prompts:
-            require_fits(len(prompt), max_model_len, param="prompt")
+            require_fits(len(prompt), max_model_len, param=param)
 
         def check() -> None:
             for prompt in prompts:
-                check_token_ids(prompt, self.vocab_size, param="prompt")
+                check_token_ids(prompt, self.vocab_size, param=param)
 
         await self.threads.run(sum(map(len, prompts)), check)
 
@@ -173,6 +249,11 @@ class ServedModel:
         return await self.threads.run(
             sum(map(len, prompts)), lambda: [self.tokenizer.decode(token_ids, False) for token_ids in prompts]
         )
+
+
+def _tokenizer_class(model_dir: Path) -> str:
+    config = Fields.read_optional(model_dir / "tokenizer_config.json")
+    return config.text("tokenizer_class", "PreTrainedTokenizerFast")
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, param: str) -> None:
@@ -185,19 +266,22 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, param: str) ->
 
 
 def require_fits(num_tokens: int, max_model_len: int, *, param: str) -> None:
-    """Raises `RequestError` when a prompt leaves no space for a single token in the context."""
+    """Raises `ContextExceeded` when a prompt leaves no space for a single token in the context."""
     if num_tokens >= max_model_len:
-        raise RequestError(
+        raise ContextExceeded(
             f"The prompt has {num_tokens} tokens, but the context holds {max_model_len}, including the completion. "
             "Shorten the prompt.",
             param=param,
         )
 
 
-def _chat_size(
-    messages: Sequence[Mapping[str, object]], template_kwargs: Mapping[str, bool | int | float | str]
-) -> int:
-    """Characters that a template has to handle. It may print each of its variables with every message."""
-    variables = sum(len(name) + len(str(value)) for name, value in template_kwargs.items())
-    texts = sum(len(str(message["content"])) + len(str(message.get("name", ""))) for message in messages)
-    return texts + len(messages) * (_MESSAGE_COST + variables) + variables
+def _within_last(text: str, messages: Sequence[Mapping[str, object]]) -> str:
+    """The prompt up to the end of the last message's content. Raises `RequestError` if it does not show it."""
+    last = messages[-1]
+    content = str(last["content"]).strip()
+    if last["role"] != "assistant" or not content or content not in text:
+        raise RequestError(
+            "`continue_final_message` needs a last message of the assistant with content, which the template shows.",
+            param="continue_final_message",
+        )
+    return text[: text.rindex(content) + len(content)]

@@ -20,7 +20,7 @@ MAX_WAITING_CHARACTERS = 16 * 1024**2
 #: More threads would only take cores from the workers of a small machine.
 _NUM_THREADS = 2
 #: Work beyond this size uses one thread only, so that the other one is free for texts of ordinary length.
-_LONG_CHARACTERS = 100_000
+LONG_CHARACTERS = 100_000
 #: Speed that is assumed before any work was measured.
 _CHARACTERS_PER_S = 1_000_000.0
 
@@ -56,7 +56,7 @@ class TextThreads:
                 retry_after_s=retry_after_s,
             )
         self.waiting_characters += characters
-        is_long = characters > _LONG_CHARACTERS
+        is_long = characters > LONG_CHARACTERS
         try:
             if is_long:
                 await self._long.acquire()

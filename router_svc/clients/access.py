@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from pdserve.base.api_key import KEY_VARIABLE
@@ -33,13 +33,16 @@ class Access:
         keys: Sequence[str] = (),
         path: Path | None = None,
         *,
-        model_name: str = "",
+        models: Collection[str] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`keys` are whole keys, `path` a file of digests. Raises `SetupError` for a file that cannot be used."""
+        """`keys` are whole keys, `path` a file of digests. `models`: the names of the router's models.
+
+        Raises `SetupError` for a file that cannot be used.
+        """
         self._flag_keys = flag_keys(keys)
         self._path = path
-        self._model_name = model_name
+        self._models = models
         self._clock = clock
         self._seen: object = None
         self._table = KeyTable(self._flag_keys)
@@ -76,7 +79,7 @@ class Access:
 
         Raises:
             Unauthorized: there is no key, it is unknown or has expired, or there are two.
-            Forbidden: the key's owner may not use this router's model.
+            Forbidden: the key's owner may not use any of this router's models.
         """
         if self.is_open:
             return Client(id=address, is_admin=True)
@@ -87,13 +90,18 @@ class Access:
         key = self._table.find(credentials[0]) if len(credentials[0]) <= _MAX_KEY_CHARACTERS else None
         return self._checked(key)
 
+    def client_of_key(self, key_id: str) -> Client:
+        """The owner of a key that was presented earlier. Raises as `client`."""
+        return Client(id=key_id) if self.is_open else self._checked(self._table.client_of(key_id))
+
     def _checked(self, key: ApiKey | None) -> Client:
         if key is None:
             raise Unauthorized("The API key is unknown. Send a valid one.")
         if key.expires_at is not None and self._clock() >= key.expires_at:
             raise Unauthorized(f"The API key {key.client.id} has expired. Ask the operator for another.")
-        if key.models and self._model_name not in key.models:
-            raise Forbidden(f"The API key {key.client.id} may not use the model `{self._model_name}`.", param="model")
+        if key.client.models and key.client.models.isdisjoint(self._models):
+            names = " or ".join(f"`{name}`" for name in self._models)
+            raise Forbidden(f"The API key {key.client.id} may not use the model {names}.", param="model")
         return key.client
 
 
@@ -130,4 +138,4 @@ def access_of(config: RouterConfig) -> Access:
     """The access that the settings describe. Raises `SetupError`."""
     shared = parse_names(variable(KEY_VARIABLE) or "")
     path = None if config.api_keys_file is None else Path(config.api_keys_file)
-    return Access(config.api_key or shared, path, model_name=config.model_name)
+    return Access(config.api_key or shared, path, models=[*config.models])

@@ -30,8 +30,6 @@ class ApiKey:
 
     sha256: bytes
     client: Client
-    #: Models it may use; empty: all.
-    models: frozenset[str] = frozenset()
     #: Unix time from which it is refused; None: never.
     expires_at: float | None = None
 
@@ -57,6 +55,10 @@ class KeyTable:
         digest = digest_of(presented)
         key = self._keys.get(digest)
         return key if key is not None and hmac.compare_digest(key.sha256, digest) else None
+
+    def client_of(self, key_id: str) -> ApiKey | None:
+        """A key of this id, or None."""
+        return next((key for key in self._keys.values() if key.client.id == key_id), None)
 
 
 def digest_of(key: str) -> bytes:
@@ -132,8 +134,8 @@ class _Entry(BaseModel):
                 reads_metrics_only=self.metrics,
                 priority_ceiling=self.priority_ceiling,
                 limits=limits if limits.any else None,
+                models=frozenset(self.models or ()),
             ),
-            models=frozenset(self.models or ()),
             expires_at=self.expires,
         )
 

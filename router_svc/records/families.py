@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from router_svc.records.usage import TenantTotals
+
+AnyFamily = TypeVar("AnyFamily", bound=MetricWrapperBase)
 
 
 class CounterBy:
@@ -43,41 +47,58 @@ class GaugeBy:
 class Families:
     """Makes metric families of one registry.
 
-    Each has the labels `model_name` and `tier`. The tier is `router`, unless the family's own label is a tier.
+    Each has the labels `model_name` and `tier`. The tier is `router`, unless the family's own label is a tier. Those of
+    several models are the same families: a family that another model has already made is taken from it.
     """
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, model_name: str, made: dict[str, MetricWrapperBase] | None = None
+    ) -> None:
         self.registry = registry
         self.common = {"model_name": model_name, "tier": "router"}
+        self._made = {} if made is None else made
+
+    def of_model(self, model_name: str) -> Families:
+        """The same families for another model."""
+        return Families(self.registry, model_name, self._made)
+
+    def family(
+        self, kind: type[AnyFamily], name: str, text: str, labels: Iterable[str], **options: object
+    ) -> AnyFamily:
+        """A family without a value for any label."""
+        found = self._made.get(name)
+        if found is None:
+            made = kind(f"pdserve_{name}", text, tuple(labels), registry=self.registry, **options)  # type: ignore[arg-type]
+            self._made[name] = made
+            return made
+        assert isinstance(found, kind)
+        return found
 
     def gauge(self, name: str, text: str) -> Gauge:
         """A gauge without more labels."""
-        return Gauge(f"pdserve_{name}", text, self.common, registry=self.registry).labels(**self.common)
+        return self.family(Gauge, name, text, self.common).labels(**self.common)
 
     def gauge_by(self, label: str, name: str, text: str) -> GaugeBy:
         """A gauge with one more label."""
-        gauge = Gauge(f"pdserve_{name}", text, self._labels(label), registry=self.registry)
-        return GaugeBy(gauge, self._values(label))
+        return GaugeBy(self.family(Gauge, name, text, self._labels(label)), self._values(label))
 
     def counter(self, name: str, text: str) -> Counter:
         """A counter without more labels."""
-        return Counter(f"pdserve_{name}", text, self.common, registry=self.registry).labels(**self.common)
+        return self.family(Counter, name, text, self.common).labels(**self.common)
 
     def counter_by(self, label: str, name: str, text: str, known: Iterable[str]) -> CounterBy:
         """A counter with one more label, of which these values are known."""
-        counter = Counter(f"pdserve_{name}", text, self._labels(label), registry=self.registry)
-        return CounterBy(counter, self._values(label), known)
+        return CounterBy(self.family(Counter, name, text, self._labels(label)), self._values(label), known)
 
     def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         """A histogram without more labels."""
-        histogram = Histogram(f"pdserve_{name}", text, self.common, buckets=buckets, registry=self.registry)
-        return histogram.labels(**self.common)
+        return self.family(Histogram, name, text, self.common, buckets=buckets).labels(**self.common)
 
     def histograms_by(
         self, label: str, name: str, text: str, buckets: tuple[float, ...], known: Iterable[str]
     ) -> dict[str, Histogram]:
         """A histogram with one more label, by the values of that label."""
-        histogram = Histogram(f"pdserve_{name}", text, self._labels(label), buckets=buckets, registry=self.registry)
+        histogram = self.family(Histogram, name, text, self._labels(label), buckets=buckets)
         return {value: histogram.labels(*self._values(label), value) for value in known}
 
     def _labels(self, label: str) -> list[str]:
@@ -90,24 +111,27 @@ class Families:
 class TenantReader(Collector):
     """Reads the usage of tenants at each scrape."""
 
-    def __init__(self, families: Families, totals: TenantTotals) -> None:
-        self._common = families.common
-        self._totals = totals
-        families.registry.register(self)
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._read = list[tuple[dict[str, str], TenantTotals]]()
+        registry.register(self)
+
+    def add(self, common: dict[str, str], totals: TenantTotals) -> None:
+        """Reads these totals, too, under the common labels of a model."""
+        self._read.append((common, totals))
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """The present totals."""
-        common = [*self._common.values()]
-        requests = CounterMetricFamily(
-            "pdserve_tenant_requests", "Client requests ended, by tenant", labels=[*self._common, "tenant"]
-        )
+        names = [*(self._read[0][0] if self._read else ()), "tenant"]
+        requests = CounterMetricFamily("pdserve_tenant_requests", "Client requests ended, by tenant", labels=names)
         tokens = CounterMetricFamily(
-            "pdserve_tenant_tokens", "Tokens of client requests, by tenant", labels=[*self._common, "tenant", "kind"]
+            "pdserve_tenant_tokens", "Tokens of client requests, by tenant", labels=[*names, "kind"]
         )
-        for tenant, usage in self._totals.by_label().items():
-            requests.add_metric([*common, tenant], usage.requests)
-            kinds = {"input": usage.input_tokens, "cached": usage.cached_tokens, "output": usage.output_tokens}
-            for kind, count in kinds.items():
-                tokens.add_metric([*common, tenant, kind], count)
+        for labels, totals in self._read:
+            common = [*labels.values()]
+            for tenant, usage in totals.by_label().items():
+                requests.add_metric([*common, tenant], usage.requests)
+                kinds = {"input": usage.input_tokens, "cached": usage.cached_tokens, "output": usage.output_tokens}
+                for kind, count in kinds.items():
+                    tokens.add_metric([*common, tenant, kind], count)
         yield requests
         yield tokens

@@ -40,12 +40,14 @@ class Journal:
         self._last_tokens_s: float | None = None
         self._has_decoded = False
         self._pauses = Pauses(metrics.pauses, record.pauses)
-        #: The longest time between tokens since a move has started; None without one.
-        self._longest_gap_s: float | None = None
+        #: Whether a move has started, and has not failed or brought tokens yet.
+        self._is_moving = False
         #: Whether another worker has taken over since the last tokens.
-        self._has_moved = False
+        self._has_switched = False
         #: What the loss of workers means for later decisions.
         self._remark = self._numerics_remark = ""
+        #: Whether the prompt was computed for its log-probabilities, whatever is cached when it is computed again.
+        self._is_scored = False
         #: Reason for a local prefill, should the decode worker do one.
         self._local_prefill_reason = LocalPrefillReason.SHORT
         #: Uncached tokens up to which the decode worker was to prefill.
@@ -69,12 +71,19 @@ class Journal:
             self._fall_back(plan.fallback, placement.worker)
         return self._trace.start_call()
 
-    def chose_prefill(self, placement: Placement) -> TraceContext | None:
-        """A prefill worker was chosen and is about to receive the prompt. Returns the trace context for the call."""
+    def chose_prefill(self, placement: Placement, *, scores: bool = False) -> TraceContext | None:
+        """A prefill worker is about to receive the prompt. `scores`: it scores it. Returns the call's trace context."""
         self.record.add_decision(placement.worker, "; ".join(filter(None, (placement.why, self._remark))))
         self.record.enter(Phase.PREFILL)
-        self._move(_S.PREFILLING, placement.worker)
+        self._move(_S.SCORING if scores else _S.PREFILLING, placement.worker)
         return self._trace.start_call()
+
+    def scored(self, *, has_output: bool) -> None:
+        """The prompt has its log-probabilities or embedding. With `has_output`, workers get it again for that."""
+        self._is_scored = True
+        self.record.prefilled_by = "prefill"
+        if has_output:
+            self.record.timeline.restart(self.record.elapsed_s())
 
     def retry(self, error: PdserveError, worker: WorkerRecord) -> None:
         """The next attempt starts because the worker failed with `error`."""
@@ -110,7 +119,7 @@ class Journal:
     def moves(self, reason: str, source: WorkerRecord, target: Placement, *, is_copied: bool) -> TraceContext | None:
         """A move from one decode worker to another starts. Returns the trace context for the call."""
         record = self.record
-        self._longest_gap_s, self._has_moved = 0.0, False
+        self._is_moving, self._has_switched = True, False
         how = "blocks are copied" if is_copied else "computed again"
         record.add_decision(target.worker, f"moves from {source.worker_id} ({reason}), {how}; {target.why}")
         record.migrations.append(
@@ -124,6 +133,10 @@ class Journal:
         )
         return self._trace.start_call()
 
+    def takes_over(self) -> None:
+        """The worker that a request moves to is about to go on alone."""
+        self._has_switched = True
+
     def moved(self, outcome: MigrationOutcome, *, sent_blocks: int = 0, error: PdserveError | None = None) -> None:
         """The latest move has ended."""
         record = self.record
@@ -136,10 +149,9 @@ class Journal:
         )
         self._metrics.migrations.ended(move.reason, outcome)
         if outcome in (MigrationOutcome.MOVED, MigrationOutcome.SOURCE_LOST):
-            self._has_moved = True
             record.progress = replace(record.progress, decode_worker=move.target)
         else:
-            self._longest_gap_s = None
+            self._is_moving = self._has_switched = False
         log.info("request_moved", reason=move.reason, outcome=outcome, source=move.source, target=move.target)
 
     # -- events of the decode worker
@@ -195,16 +207,9 @@ class Journal:
     def committed(self, done: prefill_pb2.PrefillDone) -> None:
         """The prefill worker has finished and reported its durations."""
         self.record.mark(TracePhase.COMMIT)
-        self.record.reported.update(
-            prefill_queue_s=done.queue_s,
-            prefill_compute_s=done.compute_s,
-            transfer_s=done.transfer_s,
-            commit_s=done.commit_s,
-            exposed_s=done.exposed_s,
-            sent_bytes=done.sent_bytes,
-            sent_blocks=done.sent_blocks,
-            chunks=done.chunks,
-        )
+        times = {"prefill_queue_s": done.queue_s, "prefill_compute_s": done.compute_s, "transfer_s": done.transfer_s}
+        self.record.reported.update(times, commit_s=done.commit_s, exposed_s=done.exposed_s)
+        self.record.reported.update(sent_bytes=done.sent_bytes, sent_blocks=done.sent_blocks, chunks=done.chunks)
 
     # -- output
 
@@ -217,10 +222,9 @@ class Journal:
         else:
             gap_s = now - self._last_tokens_s
             self._metrics.inter_token_latency.observe(gap_s)
-            self._pauses.went_on(self._last_tokens_s, gap_s, before, is_moving=self._longest_gap_s is not None)
-            if self._longest_gap_s is not None:
-                self._longest_gap_s = max(self._longest_gap_s, gap_s)
-                self._note_pause()
+            self._pauses.went_on(self._last_tokens_s, gap_s, before, is_moving=self._is_moving)
+            if self._has_switched:
+                self._note_move(gap_s)
         self._last_tokens_s = now
 
     def resumed(self, completion_tokens: int, cached_tokens: int) -> None:
@@ -228,13 +232,12 @@ class Journal:
         self.record.resumed_tokens = self.record.completion_tokens = completion_tokens
         self.record.cached_tokens = cached_tokens
 
-    def _note_pause(self) -> None:
-        """Notes the pause of a move once the worker that has taken over has sent tokens."""
-        if self._has_moved and self._longest_gap_s is not None:
-            migrations = self.record.migrations
-            migrations[-1] = replace(migrations[-1], pause_s=self._longest_gap_s)
-            self._metrics.migrations.pause.observe(self._longest_gap_s)
-            self._longest_gap_s, self._has_moved = None, False
+    def _note_move(self, pause_s: float) -> None:
+        """Notes the pause of a move: the worker that has taken over has sent tokens."""
+        migrations = self.record.migrations
+        migrations[-1] = replace(migrations[-1], pause_s=pause_s)
+        self._metrics.migrations.pause.observe(pause_s)
+        self._is_moving = self._has_switched = False
 
     def first_written(self) -> None:
         """The first token of the response was written to the client."""
@@ -268,7 +271,6 @@ class Journal:
     def _end(self, state: RequestState, outcome: str) -> None:
         if self.record.migrations and self.record.migrations[-1].outcome is None:
             self.moved(MigrationOutcome.ENDED)
-        self._note_pause()
         self.record.mark(TracePhase.FINISH)
         self.record.move(state, outcome=outcome)
         self._store.put(self.record.progress, json.dumps(self.record.as_json()))
@@ -282,11 +284,11 @@ class Journal:
 
     def _set_cached(self, cached_tokens: int) -> None:
         """The client pays for the prompt as it was computed for the first token, whatever is computed again later."""
-        if not self.record.completion_tokens:
+        if not (self.record.completion_tokens or self._is_scored):
             self.record.cached_tokens = cached_tokens
 
     def _reserved(self, worker: WorkerRecord) -> None:
-        if self.record.state in (_S.QUEUED, _S.RETRYING):
+        if self.record.state in (_S.QUEUED, _S.SCORING, _S.RETRYING):
             self._move(_S.RESERVED, worker)
         self.record.mark(TracePhase.RESERVED)
 

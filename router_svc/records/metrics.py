@@ -41,7 +41,7 @@ from router_svc.records.usage import TenantTotals
 from router_svc.routing.local_prefill import LocalPrefillReason
 
 #: Subjects of degraded service.
-DEGRADABLE = ("redis", "prefill", "layout", "transport")
+DEGRADABLE = ("redis", "state", "model", "prefill", "layout", "transport")
 TIERS = ("prefill", "decode")
 
 REJECTIONS = ("queue_full", "no_decode_worker", "draining", "queue_timeout", "displaced", "rate_limited")
@@ -73,13 +73,16 @@ _LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000,
 
 
 class RouterMetrics:
-    """All metrics of the router. Only Prometheus reads them."""
+    """All metrics of the requests for one model, and of the router's process. Only Prometheus reads them."""
 
-    def __init__(self, *, model_name: str) -> None:
-        self.registry = process_registry()
-        families = Families(self.registry, model_name)
+    def __init__(self, *, model_name: str, first: RouterMetrics | None = None) -> None:
+        """`first`: the metrics of the first model in the process, which has the process's. None: these are they."""
+        families = Families(process_registry(), model_name) if first is None else first._families.of_model(model_name)
+        self._families: Families = families
+        self.registry = families.registry
         self._labels = families.common
-        self._add_process(families)
+        self._process: _Process = _Process(families) if first is None else first._process
+        self.clock_skew, self.loop_lag = self._process.clock_skew, self._process.loop_lag
         self._add_load(families)
         self._add_decisions(families)
         self._add_tokens(families)
@@ -90,30 +93,21 @@ class RouterMetrics:
         self.pauses = PauseMetrics(families, _FAILURES, _TTFT_BUCKETS)
         self.migrations = MigrationMetrics(families)
         self.tenants = TenantTotals()
-        TenantReader(families, self.tenants)
-        self.loop_lag = LoopLag(self.registry, self._labels)
+        self._process.tenants.add(families.common, self.tenants)
         self.inter_token_latency = TokenHistogram(_TOKEN_TIME_BUCKETS, self._labels)
-        HistogramReader(
-            self.registry,
-            "inter_token_latency_seconds",
-            "Time between two messages with tokens of one request",
-            self.inter_token_latency,
-        )
+        self._process.inter_token_latency.add(self.inter_token_latency)
 
-    def _add_process(self, families: Families) -> None:
-        families.gauge("start_time_seconds", "Unix time of this process's start").set(time.time())
-        families.gauge_by("version", "router_info", "Constant 1; this router").at(__version__).set(1)
-        self._ready = families.gauge("ready", "1 while the router accepts requests")
-        self._peer_refusals = families.counter_by("reason", "peer_messages_refused", PEER_MESSAGES_REFUSED, Refusal)
-        self.clock_skew = families.gauge("clock_skew_seconds", "Seconds by which this clock is ahead of that of Redis")
+    def of_model(self, model_name: str) -> RouterMetrics:
+        """Metrics of another model in the same process."""
+        return RouterMetrics(model_name=model_name, first=self)
 
     def peer_refused(self, reason: Refusal) -> None:
         """A worker's record is not of this cluster."""
-        self._peer_refusals.inc(reason)
+        self._process.peer_refusals.inc(reason)
 
     def watch_ready(self, health: Health) -> None:
         """Exports whether the router is ready, as of each scrape."""
-        self._ready.set_function(lambda: float(health.is_ready))
+        self._process.ready.set_function(lambda: float(health.is_ready))
 
     def _add_load(self, families: Families) -> None:
         self.num_requests_running = families.gauge("num_requests_running", "Requests admitted and not ended")
@@ -124,7 +118,6 @@ class RouterMetrics:
         self._workers_ready = families.gauge_by("tier", "workers_ready", "Workers that accept requests")
         for tier in TIERS:
             self._workers_ready.at(tier)
-        self._degraded = families.gauge_by("subject", "degraded", "1 while the service is degraded")
 
     def _add_decisions(self, families: Families) -> None:
         self._admission_rejections = families.counter_by(
@@ -177,7 +170,7 @@ class RouterMetrics:
 
     def read_gauges(self, *sources: GaugeSource) -> None:
         """Exports numbers that other objects keep, and that may not be known."""
-        GaugeReader(self.registry, self._labels, *sources)
+        self._process.gauges.add(self._labels, *sources)
 
     def received(self, prompt_tokens: Sequence[int], uncached_tokens: Sequence[int]) -> None:
         """Prompts of these lengths have arrived; they may be refused yet."""
@@ -217,7 +210,7 @@ class RouterMetrics:
     def watch_degraded(self, degraded: Collection[str]) -> None:
         """Exports which subjects are in `degraded`, as of each scrape."""
         for subject in DEGRADABLE:
-            self._degraded.at(subject).set_function(functools.partial(degraded.__contains__, subject))
+            self._process.degraded.at(subject).set_function(functools.partial(degraded.__contains__, subject))
 
     def ended(self, record: Record) -> None:
         """Counts a request that has ended."""
@@ -229,12 +222,31 @@ class RouterMetrics:
         if record.local_prefill_reason is not None:
             self._local_prefills.inc(record.local_prefill_reason)
         self._generation_tokens.inc(record.completion_tokens - (record.resumed_tokens or 0))
-        if TracePhase.FIRST_TOKEN in record.phases and not record.resumed_tokens:
+        is_scored_alone = record.prefilled_by is not None and not record.max_tokens
+        if (is_scored_alone or TracePhase.FIRST_TOKEN in record.phases) and not record.resumed_tokens:
             self._prompt_tokens.inc(record.prompt_tokens)
             self._prompt_tokens_cached.inc(record.cached_tokens)
         # Times of a request that another router has had since before are not its times.
         if record.resumed_tokens is None:
             self._distributions.observe(record)
+
+
+class _Process:
+    """Metrics of the process. They have the label of its first model."""
+
+    def __init__(self, families: Families) -> None:
+        families.gauge("start_time_seconds", "Unix time of this process's start").set(time.time())
+        families.gauge_by("version", "router_info", "Constant 1; this router").at(__version__).set(1)
+        self.ready = families.gauge("ready", "1 while the router accepts requests")
+        self.peer_refusals = families.counter_by("reason", "peer_messages_refused", PEER_MESSAGES_REFUSED, Refusal)
+        self.clock_skew = families.gauge("clock_skew_seconds", "Seconds by which this clock is ahead of that of Redis")
+        self.degraded = families.gauge_by("subject", "degraded", "1 while the service is degraded")
+        self.loop_lag = LoopLag(families.registry, families.common)
+        self.gauges = GaugeReader(families.registry, families.common)
+        self.tenants = TenantReader(families.registry)
+        self.inter_token_latency = HistogramReader(
+            families.registry, "inter_token_latency_seconds", "Time between two messages with tokens of one request"
+        )
 
 
 class _Distributions:

@@ -35,6 +35,6 @@ class Migration:
     ended_at: float | None = None
     outcome: MigrationOutcome | None = None
     sent_blocks: int = 0
-    #: Longest time between tokens from the start to the first one of the worker that has taken over; None before it.
+    #: Time between the last tokens before the other worker took over and the next ones; None before these.
     pause_s: float | None = None
     error: str | None = None

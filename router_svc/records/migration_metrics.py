@@ -22,16 +22,14 @@ class MigrationMetrics:
     def __init__(self, families: Families) -> None:
         common = families.common
         labels = [*common, "reason", "outcome"]
-        self._ended = Counter(
-            "pdserve_migrations", "Moves of requests between decode workers", labels, registry=families.registry
-        )
+        self._ended = families.family(Counter, "migrations", "Moves of requests between decode workers", labels)
         self._common = tuple(common.values())
         for reason in REASONS:
             for outcome in MigrationOutcome:
                 self._ended.labels(*self._common, reason, outcome)
         self.pause = families.histogram(
             "migration_pause_seconds",
-            "Longest time between two messages with tokens of one request while it moved to another decode worker",
+            "Time between tokens of a request around the switch when it moved to another decode worker",
             _PAUSE_BUCKETS,
         )
 

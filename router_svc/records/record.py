@@ -9,7 +9,7 @@ the workers measured.
       "trace_id": null,               the W3C trace that the request belongs to, in hexadecimal
       "accepted_at": 1790000000.123,
       "prompt_tokens": 300,  "max_tokens": 16,  "n": 1,
-      "state": "finished",            queued|reserved|prefilling|decoding|retrying|finished|failed|cancelled
+      "state": "finished",            queued|scoring|reserved|prefilling|decoding|retrying|finished|failed|cancelled
       "attempt": 1,
       "outcome": {"finish_reasons": ["stop"], "error": null, "completion_tokens": 12, "cached_tokens": 288},
       "phases": {"admitted": 0.001, "reserved": 0.004, "prefill_start": 0.006, "first_token": 0.08, "commit": 0.085,
@@ -23,6 +23,7 @@ the workers measured.
                       "ended_at": 0.13, "outcome": "moved", "sent_blocks": 9, "pause_s": 0.01, "error": null}],
       "pauses":    [{"at": 0.12, "seconds": 0.07, "completion_tokens": 9, "reason": "peer_lost"}],
       "prefilled_by": "prefill",      prefill|decode|null
+      "grammar_sha256": null,         of the text of the grammar that the output has to match, in hexadecimal
       "resumed_tokens": null,         tokens that the router had from which the request was resumed
       "local_prefill_reason": null,   short|load|fallback|no_prefill_tier, where prefilled_by is "decode"
       "reported": {"reserve_s": 0.001, "prefill_queue_s": 0.0, "prefill_compute_s": 0.07, "transfer_s": 0.003,
@@ -40,6 +41,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from hashlib import sha256
 
 import pdserve
 from pdserve.base.ids import Epoch, RequestId, WorkerId
@@ -130,6 +132,9 @@ class Record:
     local_prefill_reason: LocalPrefillReason | None = None
     cached_tokens: int = 0
     completion_tokens: int = 0
+    #: The digest of the grammar that the output has to match, in hexadecimal; None: there is none. Its text is in no
+    #: record and no log, for it is the client's.
+    grammar_sha256: str | None = None
     #: Tokens that another router had, from which the request was resumed; None: it was not.
     resumed_tokens: int | None = None
     finish_reasons: list[str] = field(default_factory=list)
@@ -149,6 +154,7 @@ class Record:
             prompt_tokens=len(generation.prompt),
             max_tokens=generation.sampling.max_tokens,
             n=generation.sampling.n,
+            grammar_sha256=_digest(generation.sampling.grammar),
             accepted_at=accepted_at,
             clock=clock,
             accepted_clock=clock(),
@@ -277,7 +283,12 @@ class Record:
             "migrations": [asdict(migration) for migration in self.migrations],
             "pauses": [asdict(pause) for pause in self.pauses],
             "prefilled_by": self.prefilled_by,
+            "grammar_sha256": self.grammar_sha256,
             "resumed_tokens": self.resumed_tokens,
             "local_prefill_reason": self.local_prefill_reason,
             "reported": dict(self.reported),
         }
+
+
+def _digest(grammar: str) -> str | None:
+    return sha256(grammar.encode()).hexdigest() if grammar else None

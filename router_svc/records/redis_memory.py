@@ -45,3 +45,22 @@ class RedisMemory:
         except (StoreError, ValueError):
             used = limit = 0
         self.used_bytes, self.max_bytes = used or None, limit or None
+
+
+class StateMemory(RedisMemory):
+    """The memory of the Redis of stored responses. A full one refuses new ones."""
+
+    def gauges(self) -> tuple[GaugeSource, ...]:
+        """For the router's metrics."""
+        return (
+            GaugeSource(
+                name="state_memory_used_bytes",
+                text="Memory that the Redis of stored responses uses",
+                value=lambda: self.used_bytes,
+            ),
+            GaugeSource(
+                name="state_memory_max_bytes",
+                text="Memory that the Redis of stored responses may use before it refuses new ones",
+                value=lambda: self.max_bytes,
+            ),
+        )

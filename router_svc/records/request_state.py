@@ -1,7 +1,9 @@
 """The state machine of a request: its state, its history and the legal transitions. Pure.
 
-QUEUED -> RESERVED -> PREFILLING -> DECODING -> FINISHED | FAILED | CANCELLED
-             ^------------- RETRYING <-------------'
+QUEUED -> SCORING -> RESERVED -> PREFILLING -> DECODING -> FINISHED | FAILED | CANCELLED
+             ^------------------ RETRYING <------------------'
+
+Only a request for log-probabilities of its prompt is ever SCORING.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ class RequestState(StrEnum):
     """The states of a request."""
 
     QUEUED = "queued"
+    SCORING = "scoring"
     RESERVED = "reserved"
     PREFILLING = "prefilling"
     DECODING = "decoding"
@@ -37,15 +40,17 @@ _ABANDONED = frozenset({_S.RETRYING, _S.FAILED, _S.CANCELLED})
 #: Every legal transition. No state occurs twice within an attempt; RETRYING starts the next attempt.
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     # Straight to PREFILLING when one token is requested: no decode worker is needed. Straight to FINISHED when the
-    # router that the request was resumed from had all of its output.
-    _S.QUEUED: _ABANDONED | {_S.RESERVED, _S.PREFILLING, _S.FINISHED},
+    # router that the request was resumed from had all of its output, or no token is requested.
+    _S.QUEUED: _ABANDONED | {_S.SCORING, _S.RESERVED, _S.PREFILLING, _S.FINISHED},
+    # As from QUEUED.
+    _S.SCORING: _ABANDONED | {_S.RESERVED, _S.PREFILLING, _S.FINISHED},
     # Straight to DECODING when the decode worker prefilled locally.
     _S.RESERVED: _ABANDONED | {_S.PREFILLING, _S.DECODING},
     # Straight to FINISHED when the first token ended it.
     _S.PREFILLING: _ABANDONED | {_S.DECODING, _S.FINISHED},
     _S.DECODING: _ABANDONED | {_S.FINISHED},
     # Back to QUEUED while no worker has capacity.
-    _S.RETRYING: frozenset({_S.QUEUED, _S.RESERVED, _S.PREFILLING, _S.FAILED, _S.CANCELLED}),
+    _S.RETRYING: frozenset({_S.QUEUED, _S.SCORING, _S.RESERVED, _S.PREFILLING, _S.FAILED, _S.CANCELLED}),
     _S.FINISHED: frozenset(),
     _S.FAILED: frozenset(),
     _S.CANCELLED: frozenset(),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 
-from pdserve.base.errors import StoreError, TransferError
+from pdserve.base.errors import TransferError, Unreadable
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
 from pdserve.base.layout_wire import layout_from_record, layout_to_record
@@ -36,6 +36,11 @@ class ResponseShape:
     include_usage: bool
     continuous_usage: bool
     echoes: tuple[str, ...] = ()
+    #: How a chat's messages are read, as JSON; empty: as plain text.
+    reading: str = ""
+    return_token_ids: bool = False
+    #: What the response repeats of its request, as JSON, where the endpoint's does.
+    request_fields: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +80,7 @@ class Charge:
 
     @classmethod
     def from_text(cls, text: bytes) -> Charge:
-        """The charge of a text. Raises `StoreError`."""
+        """The charge of a text. Raises `Unreadable`."""
         try:
             requests, inputs, cached, outputs, limit_tokens = map(int, text.split())
         except ValueError as error:
@@ -98,6 +103,9 @@ def request_to_bytes(resumable: Resumable) -> bytes:
         echoes=shape.echoes,
         prompts=map(_prompt, resumable.generations),
         model_revision=resumable.model_revision,
+        reading=shape.reading,
+        return_token_ids=shape.return_token_ids,
+        request_fields=shape.request_fields,
     ).SerializeToString()
 
 
@@ -111,11 +119,12 @@ def _prompt(generation: Generation) -> pb.ResumablePrompt:
         priority=generation.priority,
         cache_salt=generation.cache_salt,
         request_id=generation.request_id,
+        kept_token_ids=generation.text.kept_tokens,
     )
 
 
 def request_from_bytes(data: bytes, *, suffix: str) -> Resumable:
-    """The request of these bytes. Workers get its ids with `suffix`, which makes them new. Raises `StoreError`."""
+    """The request of these bytes. Workers get its ids with `suffix`, which makes them new. Raises `Unreadable`."""
     try:
         message = pb.ResumableRequest.FromString(data)
         generations: list[Generation] = []
@@ -135,6 +144,9 @@ def request_from_bytes(data: bytes, *, suffix: str) -> Resumable:
         include_usage=message.include_usage,
         continuous_usage=message.continuous_usage,
         echoes=tuple(message.echoes),
+        reading=message.reading,
+        return_token_ids=message.return_token_ids,
+        request_fields=message.request_fields,
     )
     return Resumable(shape=shape, generations=tuple(generations), model_revision=message.model_revision)
 
@@ -149,6 +161,7 @@ def _generation(prompt: pb.ResumablePrompt, endpoint: str, first_choice: int, su
             stop=tuple(prompt.stop),
             include_stop_str_in_output=prompt.include_stop_str_in_output,
             skip_special_tokens=prompt.skip_special_tokens,
+            kept_tokens=tuple(prompt.kept_token_ids),
         ),
         first_choice=first_choice,
         priority=prompt.priority,
@@ -174,7 +187,7 @@ def steps_to_bytes(steps: Iterable[LoggedStep]) -> bytes:
 
 
 def steps_from_bytes(data: bytes) -> list[LoggedStep]:
-    """The steps of these bytes. Raises `StoreError`."""
+    """The steps of these bytes. Raises `Unreadable`."""
     try:
         return [
             LoggedStep(
@@ -213,5 +226,5 @@ def steps_of(steps: Sequence[LoggedStep], prompt_index: int) -> list[LoggedStep]
     return [step for step in steps if step.prompt_index == prompt_index]
 
 
-def _unreadable(error: Exception) -> StoreError:
-    return StoreError(f"The stream in Redis cannot be read: {error!r:.300}.")
+def _unreadable(error: Exception) -> Unreadable:
+    return Unreadable(f"The stream in Redis cannot be read: {error!r:.300}.")

@@ -125,6 +125,11 @@ class StreamLog:
         return self._fence > 1
 
     @property
+    def is_stored(self) -> bool:
+        """Whether Redis has the request, as far as this router knows."""
+        return self._has_started
+
+    @property
     def nonce(self) -> str:
         """The random name of the stream, in hexadecimal."""
         return self._nonce

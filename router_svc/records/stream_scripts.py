@@ -29,6 +29,9 @@ WRITE = """
 local ttl = ARGV[1]
 local function write(stream, output, kind, nonce, fence, first, second, third)
   if kind == 'start' then
+    -- After Redis has lost a stream, the router that runs it now may have written it again first.
+    local known = redis.pcall('HMGET', stream, 'nonce', 'fence')
+    if not known.err and known[1] == nonce and tonumber(known[2] or 0) > tonumber(fence) then return 'taken' end
     redis.call('DEL', stream, output)
     redis.call('HSET', stream, 'nonce', nonce, 'fence', fence, 'request', first, 'charged', second, 'lease', third,
       'state', 'running')

@@ -11,7 +11,7 @@ import secrets
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from pdserve.base.errors import StoreError
+from pdserve.base.errors import Unreadable
 from pdserve.base.secret import ClusterSecret
 
 _PURPOSE = "stream_log"
@@ -36,7 +36,7 @@ class StreamSeal:
         return _SEALED + nonce + self._ciphers[0].encrypt(nonce, piece, _where(stream, index))
 
     def open(self, stored: bytes, stream: str, index: int) -> bytes:
-        """The piece. Raises `StoreError` for one that no router of this cluster has stored there."""
+        """The piece. Raises `Unreadable` for one that no router of this cluster has stored there."""
         kind, rest = stored[:1], stored[1:]
         if kind == _PLAIN and self._accepts_plain:
             return rest
@@ -45,7 +45,7 @@ class StreamSeal:
                 return cipher.decrypt(rest[:_NONCE_BYTES], rest[_NONCE_BYTES:], _where(stream, index))
             except (InvalidTag, ValueError):
                 continue
-        raise StoreError(
+        raise Unreadable(
             "The stream in Redis is not from this cluster. Start every router with the same --cluster-secret-file."
         )
 

@@ -15,8 +15,8 @@ from router_svc.records.record import Json
 from router_svc.records.request_state import RequestProgress
 from router_svc.records.request_store import RequestStore
 
-#: Prefixes of response ids: chat completions, completions, gRPC.
-ID_PREFIXES = ("chatcmpl-", "cmpl-", "gen-")
+#: Prefixes of response ids: chat completions, completions, gRPC, responses, messages.
+ID_PREFIXES = ("chatcmpl-", "cmpl-", "gen-", "resp_", "msg_", "embd-", "score-", "rerank-")
 
 
 class Traces:

@@ -1,8 +1,9 @@
 """Admission control: a bounded queue in front of the cluster's capacity, fair between clients. Pure.
 
-Capacity is counted in sequences. A full queue refuses at once, with a Retry-After computed from the rate at which
-requests have left the cluster recently. A client that holds fewer slots than others for its weight takes one of theirs
-instead, so nobody can fill the queue against others.
+Capacity is counted in sequences. Those of best-effort requests take what others leave, and none from them. A full queue
+refuses at once, with a Retry-After computed from the rate at which requests have left the cluster recently. A client
+that holds fewer slots than others for its weight takes one of theirs instead, so nobody can fill the queue against
+others.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.base.errors import Overloaded
+from router_svc.generation import is_best_effort
 from router_svc.request.client import Client
 from router_svc.request.fair_order import FairOrder, QueueSlot
 
@@ -95,7 +97,8 @@ class AdmissionQueue:
         self._max_wait_s = max_wait_s
         self._capacity = 0
         self._admitted: set[QueueSlot] = set()
-        self._in_use = 0
+        #: Sequences that are admitted: all, and those that are not best-effort.
+        self._in_use = self._in_use_of_others = 0
         self._waiting = FairOrder()
         self._rate = DrainRate()
 
@@ -150,7 +153,7 @@ class AdmissionQueue:
         """A waiting client has left, or a request has ended."""
         if slot in self._admitted:
             self._admitted.remove(slot)
-            self._in_use -= slot.sequences
+            self._count(slot, -slot.sequences)
             if self._waiting:
                 self._rate.note(now)
             else:
@@ -207,19 +210,29 @@ class AdmissionQueue:
 
     def _num_fitting(self, entrants: Sequence[Entrant], now: float) -> int:
         """How many of the new entries could be admitted at once, passing those that wait because they are wide."""
-        if any(self._holds(slot, now) for slot in self._waiting):
+        priority = max(entrant.priority for entrant in entrants)
+        if any(self._holds(slot, now) for slot in self._waiting if slot.priority <= priority):
             return 0
-        in_use, fitting = self._in_use, 0
+        taken, fitting = 0, 0
         for entrant in entrants:
-            if not self._fits(in_use, entrant.sequences):
+            if not self._fits(entrant, taken):
                 break
-            in_use += entrant.sequences
+            taken += entrant.sequences
             fitting += 1
         return fitting
 
-    def _fits(self, in_use: int, count: int) -> bool:
+    def _fits(self, entrant: Entrant | QueueSlot, taken: int = 0) -> bool:
+        """Whether there is capacity for a prompt besides what is admitted, and `taken`."""
+        in_use = taken + self._in_use_before(entrant.priority)
         # A request with more sequences than the whole cluster can run is admitted alone, instead of never.
-        return self._capacity > 0 and (in_use + count <= self._capacity or in_use == 0)
+        return self._capacity > 0 and (in_use + entrant.sequences <= self._capacity or in_use == 0)
+
+    def _in_use_before(self, priority: int) -> int:
+        return self._in_use if is_best_effort(priority) else self._in_use_of_others
+
+    def _count(self, slot: QueueSlot, sequences: int) -> None:
+        self._in_use += sequences
+        self._in_use_of_others += 0 if is_best_effort(slot.priority) else sequences
 
     @staticmethod
     def _holds(slot: QueueSlot, now: float) -> bool:
@@ -229,14 +242,14 @@ class AdmissionQueue:
     def _admit(self, now: float) -> list[QueueSlot]:
         admitted = []
         for slot in self._waiting:
-            if self._fits(self._in_use, slot.sequences):
+            if self._fits(slot):
                 self._waiting.admit(slot)
                 self._admitted.add(slot)
-                self._in_use += slot.sequences
+                self._count(slot, slot.sequences)
                 slot.admitted_at = now
                 admitted.append(slot)
                 continue
-            if self._in_use >= self._capacity:
+            if self._in_use_before(slot.priority) >= self._capacity:
                 break
             if slot.blocked_at is None:
                 slot.blocked_at = now

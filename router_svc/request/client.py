@@ -25,6 +25,8 @@ class Client:
     priority_ceiling: int | None = None
     #: What it may use; None: all it wants.
     limits: Limits | None = None
+    #: Models that it may use; empty: all.
+    models: frozenset[str] = frozenset()
 
     def salt(self, cache_salt: bytes) -> bytes:
         """What isolates its prefixes, from the salt of the request: other tenants get another one from the same."""

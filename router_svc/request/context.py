@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from pdserve.base.errors import Draining, PdserveError
 from pdserve.base.ids import WorkerId
 from pdserve.base.layout import KvLayout
+from pdserve.base.sampling import ChoiceTokens, FinishReason, TokenLogprobs
 from pdserve.base.wire import tokens_from_wire
 from pdserve.base.workers import Tier, WorkerRecord
 from pdserve.v1 import common_pb2, decode_pb2
-from router_svc.generation import Generation
+from router_svc.generation import Generation, is_best_effort
 from router_svc.records.journal import Journal
 from router_svc.records.resumable import single_tokens
 from router_svc.request.calls import DecodeCall, is_gone, is_lost_in_call
 from router_svc.request.losses import Presence, probability_by_chance
-from router_svc.request.output import Output, ended_by_stop_string
+from router_svc.request.output import ChoiceDelta, Output, ended_by_stop_string
 from router_svc.request.prompt_log import PromptLog
 from router_svc.request.quarantine import MAX_CHANCE, REFUSED_S, Death, Deaths, Quarantine
 from router_svc.request.recovery import MAX_PREFILL_FAILURES
@@ -27,6 +28,10 @@ from router_svc.routing.cluster import Cluster, PrefixHashes
 from router_svc.routing.in_flight import QueuedPrompt
 from router_svc.routing.incarnation import Incarnation, incarnation_of
 from router_svc.routing.placement import Demand, Placement, choose_decode, choose_prefill, has_spare_blocks
+
+
+def ignore_tokens(call: DecodeCall | None) -> None:
+    """No worker follows."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,11 +66,13 @@ class RequestContext:
     #: Tokens at the last death; None: there was none.
     tokens_at_death: int | None = None
     #: When the request came, and how many workers it has lost since.
-    started_at: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=lambda: time.monotonic())
     num_lost: int = 0
     #: Time that workers have had the request, and time of all workers when it came.
     presence: Presence = field(default_factory=Presence)
     worker_seconds_before: float = 0.0
+    #: Called when the client is about to get tokens, with the call to the decode worker that has sent them.
+    on_tokens: Callable[[DecodeCall | None], None] = ignore_tokens
     #: Set once every choice is complete and has been written.
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -84,6 +91,7 @@ class RequestContext:
             excluded=excluded,
         )
         workers = [each for each in self.cluster.ready(tier, layout) if numerics in (None, each.numerics_class)]
+        workers = [each for each in workers if self.is_understood_by(each)]
         if tier == "prefill":
             return choose_prefill(workers, demand, self.cluster.in_flight)
         return self._choose_copy(workers, demand) or choose_decode(workers, demand, self.cluster.in_flight)
@@ -105,13 +113,18 @@ class RequestContext:
         candidates = [
             worker
             for worker in self.cluster.ready("decode", source.layout)
-            if worker.numerics_class == source.numerics_class
+            if worker.numerics_class == source.numerics_class and self.is_understood_by(worker)
         ]
         if needs_room:
-            candidates = [worker for worker in candidates if has_spare_blocks(worker, demand)]
+            candidates = [worker for worker in candidates if has_spare_blocks(worker, demand, self.cluster.in_flight)]
         placement = self._choose_copy(candidates, demand)
         placement = placement or choose_decode(candidates, demand, self.cluster.in_flight)
         return None if placement is None or (needs_room and placement.is_full) else placement
+
+    def is_understood_by(self, worker: WorkerRecord) -> bool:
+        """Whether the worker knows all of what the request asks for. An older one would ignore some of it."""
+        sampling = self.generation.sampling
+        return worker.sampling_version >= sampling.version and (worker.reads_grammars or not sampling.follows_text)
 
     def _choose_copy(self, candidates: Sequence[WorkerRecord], demand: Demand) -> Placement | None:
         """The candidate with copies of the request's blocks."""
@@ -128,14 +141,23 @@ class RequestContext:
         """
         return self._choose_prefill(self.failed_prefill, self.prefill_failures, decode)
 
+    def choose_without_output(self, version: int) -> Placement | None:
+        """The best prefill worker of at least this `SAMPLING_VERSION` that has not failed this request."""
+        if not self._may_prefill(self.prefill_failures):
+            return None
+        workers = [each for each in self.cluster.ready("prefill") if each.sampling_version >= version]
+        demand = Demand(
+            prompt_tokens=len(self.generation.prompt), sequences=1, overlap=self.overlap, excluded=self.failed_prefill
+        )
+        return choose_prefill(workers, demand, self.cluster.in_flight)
+
     def has_other_prefill(self, placement: Placement, error: PdserveError, decode: WorkerRecord) -> bool:
         """Whether another prefill worker can take the prompt after this one has failed."""
         failed = self.failed_prefill | {placement.incarnation}
         return self._choose_prefill(failed, self.prefill_failures + _is_fault(error), decode) is not None
 
     def _choose_prefill(self, failed: set[Incarnation], failures: int, decode: WorkerRecord | None) -> Placement | None:
-        # After so many have failed and live, it is the prompt, or the way between the tiers.
-        if not self.deaths.may_reach("prefill") or (failures >= MAX_PREFILL_FAILURES and self.deaths.tier is None):
+        if not self._may_prefill(failures):
             return None
         if decode is None:
             return self.choose("prefill", failed, None)
@@ -143,6 +165,10 @@ class RequestContext:
         failed = failed | {incarnation_of(decode)}
         same = self.choose("prefill", failed, decode.layout, decode.numerics_class)
         return same or self.choose("prefill", failed, decode.layout)
+
+    def _may_prefill(self, failures: int) -> bool:
+        # After so many have failed and live, it is the prompt, or the way between the tiers.
+        return self.deaths.may_reach("prefill") and (failures < MAX_PREFILL_FAILURES or self.deaths.tier is not None)
 
     def prefill_failed(self, placement: Placement, error: PdserveError) -> None:
         """A prefill worker has failed, and the next attempt starts."""
@@ -197,7 +223,7 @@ class RequestContext:
 
     def _chance(self, elsewhere: int, now: float) -> float:
         """How probable the request's losses are if it causes none, with so many elsewhere since it came."""
-        of_all = self.cluster.directory.ready_seconds - self.worker_seconds_before
+        of_all = self.cluster.ready_seconds - self.worker_seconds_before
         with_it = self.presence.seconds(now)
         return probability_by_chance(self.num_lost, elsewhere, with_it / of_all if with_it < of_all else 1.0)
 
@@ -222,7 +248,25 @@ class RequestContext:
             attempt=self.journal.record.attempt,
             router_id=self.cluster.in_flight.router_id,
             alone=self.deaths.is_alone,
+            best_effort=is_best_effort(self.generation.priority),
+            waited_ms=int((time.monotonic() - self.started_at) * 1000),
         )
+
+    async def deliver_scores(self, scores: Sequence[TokenLogprobs]) -> None:
+        """Sends the log-probabilities of the prompt's tokens to the client: each choice starts with them."""
+        choices = range(self.generation.sampling.n)
+        deltas = [ChoiceDelta(choice_index=index, text="", prompt_logprobs=tuple(scores)) for index in choices]
+        await self.stream.put(deltas, first_choice=self.generation.first_choice)
+
+    async def deliver_ends(self) -> None:
+        """Ends every choice of a request for no tokens."""
+        choices = range(self.generation.sampling.n)
+        ends = [
+            ChoiceTokens(choice_index=index, first_index=0, token_ids=(), finish_reason=FinishReason.LENGTH)
+            for index in choices
+        ]
+        await self.stream.put(self.output.push(ends), first_choice=self.generation.first_choice)
+        self.finished.set()
 
     async def deliver(self, tokens: Sequence[common_pb2.ChoiceTokens], call: DecodeCall | None) -> None:
         """Sends tokens to the client, and notifies the decode worker of choices that a stop string has ended."""
@@ -232,6 +276,7 @@ class RequestContext:
             return
         # Deliveries are written in the order of `push`, so the one that completes the output is written last.
         is_last = self.output.is_finished
+        self.on_tokens(call)
         self.journal.produced(self.output.completion_tokens)
         if self.log is not None:
             worker = None if call is None else call.worker

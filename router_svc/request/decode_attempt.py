@@ -20,6 +20,9 @@ from router_svc.request.prefill_attempt import prefill
 from router_svc.request.recovery import NextStep, after_prefill_failure, failure_of
 from router_svc.routing.placement import Placement
 
+#: Time that a complete output waits for the report of its transfer, in seconds.
+_REPORT_TIMEOUT_S = 0.1
+
 
 class DecodeAttempt:
     """Runs a request through one `DecodeCall`."""
@@ -44,12 +47,15 @@ class DecodeAttempt:
                 relay = tasks.create_task(self._relay(handover))
                 await self._context.finished.wait()
                 relay.cancel()
+                if self._call.has_started:
+                    # A short output can be complete before the prefill worker knows that its transfer is committed.
+                    await asyncio.wait((handover,), timeout=_REPORT_TIMEOUT_S)
                 handover.cancel()
         except* (DecodeFailed, PdserveError) as errors:
             # Both tasks may have seen the same failure; the first error explains it.
             failure = errors.exceptions[0]
         # Raised out here: before Python 3.11.4, `except*` makes a group of what is raised in it.
-        if failure is not None:
+        if failure is not None and not self._context.finished.is_set():
             raise failure
 
     async def _relay(self, handover: asyncio.Task[None]) -> None:

@@ -5,15 +5,17 @@ Tokens of both go to the client, each position once. So nothing stops: if the fo
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
-from pdserve.base.errors import Diverged, PdserveError, TransferError
+from pdserve.base.errors import Diverged, NoFreeBlocks, PdserveError, TransferError
 from pdserve.base.seals import Purpose
+from pdserve.base.tasks import service_group
 from pdserve.base.wire import error_from_wire, tokens_from_wire
 from pdserve.v1 import common_pb2, decode_pb2
 from router_svc.request.calls import DecodeCall, DecodeFailed
-from router_svc.request.context import RequestContext
-from router_svc.request.pursuit import Chase, Pursuit
+from router_svc.request.context import RequestContext, ignore_tokens
+from router_svc.request.pursuit import Pursuit
 
 
 class Follower:
@@ -28,8 +30,11 @@ class Follower:
         self._source = source
         self._target = target
         self._on_caught_up = on_caught_up
-        self._chase = Chase({})
+        self._pursuit = Pursuit({})
         self._stopped: set[int] = set()
+        #: The client has tokens that the target was not given.
+        self._has_more = asyncio.Event()
+        self._giving = asyncio.Lock()
         #: Tokens of every choice that the target was started with.
         self._lengths: dict[int, int] = {}
         #: Whether the target needs no more tokens of others.
@@ -41,17 +46,23 @@ class Follower:
 
     async def run(self, start: decode_pb2.DecodeStart) -> None:
         """Returns when every choice is complete. Raises `DecodeFailed`, or an error for the client."""
+        self._context.on_tokens = self._came
         try:
-            await self._run(start)
+            async with service_group() as passing:
+                passing.start(self._pass_on(), name="tokens for the worker that a request moves to")
+                passing.start(self._require_blocks(), name="blocks for a request that moves")
+                await self._run(start)
         except DecodeFailed:
             if self._refusal is None:
                 raise
+        finally:
+            self._context.on_tokens = ignore_tokens
         if self._refusal is not None:
             raise DecodeFailed(self._refusal, self._source.worker)
 
     async def _run(self, start: decode_pb2.DecodeStart) -> None:
         self._lengths = {each.choice_index: len(each.token_ids) for each in start.output}
-        self._chase = Chase({choice: length for choice, length in self._lengths.items() if length})
+        self._pursuit = Pursuit({choice: length for choice, length in self._lengths.items() if length})
         self._stopped = {each.choice_index for each in start.output if each.is_over}
         sealed = self._context.cluster.sealed(Purpose.START, self._target.worker, start)
         await self._target.send(decode_pb2.DecodeRequest(start=sealed))
@@ -68,11 +79,19 @@ class Follower:
                     self._require_finished()
                     return
 
+    async def _require_blocks(self) -> None:
+        """Raises `DecodeFailed` when the target has none for the request in time: another worker may have."""
+        limit_s = self._context.cluster.policy.reserve_timeout_s
+        worker_id = self._target.worker.worker_id
+        error = NoFreeBlocks(f"Decode worker {worker_id} had no free blocks for a request within {limit_s:g} s.")
+        await self._target.milestone(limit_s, error)
+
     async def take_over(self) -> None:
         """The target goes on alone, behind all that the client has."""
         if not self.has_caught_up:
             self.has_caught_up = True
-            await self._feed()
+            self._context.journal.takes_over()
+            await self._give()
             self._on_caught_up()
 
     def handed_off(self, result: decode_pb2.HandedOff) -> None:
@@ -89,6 +108,18 @@ class Follower:
         hand_off = decode_pb2.HandOff(ticket=ticket, output=lengths)
         await self._source.send(decode_pb2.DecodeRequest(hand_off=hand_off))
 
+    def _came(self, call: DecodeCall | None) -> None:
+        if call is not self._target and not self.has_caught_up:
+            self._pursuit.came(self._output.open_lengths, _now())
+            self._has_more.set()
+
+    async def _pass_on(self) -> None:
+        """Gives the target each token of the source at once: its next step is behind it then."""
+        while not self.has_caught_up:
+            await self._has_more.wait()
+            self._has_more.clear()
+            await self._give()
+
     async def _take(self, tokens: Sequence[common_pb2.ChoiceTokens]) -> None:
         for each in tokens:
             if self._output.contradicts(tokens_from_wire(each)):
@@ -96,30 +127,26 @@ class Follower:
                 raise DecodeFailed(
                     Diverged(f"Decode worker {worker.worker_id} has sampled other tokens than the client has."), worker
                 )
-            self._chase.sampled(each.choice_index, each.first_index + len(each.token_ids))
+        next_indices = {each.choice_index: each.first_index + len(each.token_ids) for each in tokens}
+        if self._pursuit.sampled(next_indices, self._output.open_lengths, _now()):
+            await self.take_over()
         await self._context.deliver(tokens, self._target)
-        if self.has_caught_up:
-            return
-        match self._chase.decide(self._output.open_lengths):
-            case Pursuit.FEED:
-                await self._feed()
-            case Pursuit.TAKE_OVER:
-                await self.take_over()
 
-    async def _feed(self) -> None:
+    async def _give(self) -> None:
         """Gives the target what the client has more than it, and ends the choices that are over."""
-        for choice in self._output.over - self._stopped:
-            self._stopped.add(choice)
-            stop = decode_pb2.StopChoice(choice_index=choice)
-            await self._target.send(decode_pb2.DecodeRequest(stop_choice=stop))
-        known = []
-        for choice, length in self._output.open_lengths.items():
-            first = self._chase.feed(choice, length)
-            tokens = self._output.tokens_of(choice)[first:]
-            if tokens:
-                known.append(common_pb2.ChoiceTokens(choice_index=choice, first_index=first, token_ids=tokens))
-        if known:
-            await self._target.send(decode_pb2.DecodeRequest(catch_up=decode_pb2.CatchUp(choices=known)))
+        async with self._giving:
+            for choice in self._output.over - self._stopped:
+                self._stopped.add(choice)
+                stop = decode_pb2.StopChoice(choice_index=choice)
+                await self._target.send(decode_pb2.DecodeRequest(stop_choice=stop))
+            known = []
+            for choice, length in self._output.open_lengths.items():
+                first = self._pursuit.give(choice, length)
+                tokens = self._output.tokens_of(choice)[first:]
+                if tokens:
+                    known.append(common_pb2.ChoiceTokens(choice_index=choice, first_index=first, token_ids=tokens))
+            if known:
+                await self._target.send(decode_pb2.DecodeRequest(catch_up=decode_pb2.CatchUp(choices=known)))
 
     def _require_finished(self) -> None:
         if not self._output.is_finished:
@@ -128,3 +155,7 @@ class Follower:
                 TransferError(f"Decode worker {worker.worker_id} ended the stream before every choice was complete."),
                 worker,
             )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -20,14 +20,15 @@ from router_svc.routing.timeouts import TIMEOUT_FIELD, TimeoutLimits
 class OpenRequest:
     """One client request while the router works for it."""
 
-    def __init__(self, tenant: str, timeout_s: float) -> None:
+    def __init__(self, tenant: str, timeout_s: float, *, spent_s: float = 0.0) -> None:
+        """`spent_s`: time that it has had before, on another router."""
         self.tenant = tenant
         #: Its span; None: it has none.
         self.trace: TraceContext | None = None
         #: What it is doing, for the error.
         self.doing: Callable[[], str] = lambda: "its prompt was read"
         self._timeout_s = timeout_s
-        self._arrived_at = asyncio.get_running_loop().time()
+        self._arrived_at = asyncio.get_running_loop().time() - spent_s
         self._scope = asyncio.timeout_at(self._arrived_at + timeout_s)
         self._is_running = False
         self._cause: EndedEarly | None = None
@@ -92,9 +93,14 @@ class OpenRequests:
         self._by_id: dict[RequestId, list[OpenRequest]] = {}
 
     @asynccontextmanager
-    async def entered(self, request_id: RequestId, tenant: str, timeout_s: float) -> AsyncIterator[OpenRequest]:
-        """A request with the response's id, from its arrival. Raises `DeadlineExceeded` or `Cancelled` at its end."""
-        opened = OpenRequest(tenant, timeout_s)
+    async def entered(
+        self, request_id: RequestId, tenant: str, timeout_s: float, *, spent_s: float = 0.0
+    ) -> AsyncIterator[OpenRequest]:
+        """A request with the response's id, from its arrival. Raises `DeadlineExceeded` or `Cancelled` at its end.
+
+        `spent_s`: time that it has had before, on another router.
+        """
+        opened = OpenRequest(tenant, timeout_s, spent_s=spent_s)
         same = self._by_id.setdefault(request_id, [])
         same.append(opened)
         try:

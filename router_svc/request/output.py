@@ -24,7 +24,13 @@ class ChoiceDelta:
     choice_index: int
     text: str
     token_ids: tuple[int, ...] = ()
+    #: The text as each token completed it; without tokens, what the end of the choice completed.
+    pieces: tuple[str, ...] = field(default=(), compare=False)
     logprobs: tuple[TokenLogprobs, ...] = ()
+    #: Those of the prompt's tokens behind the first one; None: not in this delta, which otherwise has nothing else.
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    #: The prompt's embedding, little-endian float32; None: not in this delta, which otherwise has nothing else.
+    embedding: bytes | None = field(default=None, repr=False)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     #: The tokens that it is made of, with any that the client had before.
@@ -67,18 +73,15 @@ class Output:
             raise TransferError(
                 f"A worker sent tokens of choice {chunk.choice_index}, but there are {len(self._choices)}."
             )
-        if len(chunk.logprobs) != (len(chunk.token_ids) if self._has_logprobs else 0):
+        num_logprobs = len(chunk.token_ids) if self._has_logprobs else 0
+        # A prefill worker that is given first tokens repeats them without log-probabilities.
+        is_known = chunk.first_index + len(chunk.token_ids) <= len(self.tokens_of(chunk.choice_index))
+        if len(chunk.logprobs) not in ({num_logprobs, 0} if is_known else {num_logprobs}):
             raise TransferError(
                 f"A worker sent {len(chunk.token_ids)} tokens with {len(chunk.logprobs)} log-probabilities, where "
                 f"{'each has' if self._has_logprobs else 'none has'} one."
             )
-        for entry in chunk.logprobs:
-            if (
-                len(entry.top_ids) != len(entry.top_logprobs)
-                or isnan(entry.logprob)
-                or any(map(isnan, entry.top_logprobs))
-            ):
-                raise TransferError("A worker sent log-probabilities that are none.")
+        require_numbers(chunk.logprobs)
 
     def forget_early(self) -> None:
         """Drops tokens that wait for their first one. Call it when the decode worker that sent them has failed."""
@@ -166,7 +169,7 @@ class _Choice:
     def __init__(self, index: int, generation: Generation, tokenizer: Tokenizer) -> None:
         rules, sampling = generation.text, generation.sampling
         self._index = index
-        self._detokenizer = StreamDetokenizer(tokenizer, rules.skip_special_tokens)
+        self._detokenizer = StreamDetokenizer(tokenizer, rules.skip_special_tokens, kept_tokens=rules.kept_tokens)
         self._scanner = StopScanner(rules.stop, include=rules.include_stop_str_in_output)
         self._include_stop = rules.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
@@ -202,6 +205,7 @@ class _Choice:
             choice_index=self._index,
             text="".join(gained.text),
             token_ids=tuple(gained.token_ids),
+            pieces=_pieces(gained),
             logprobs=tuple(gained.logprobs),
             finish_reason=self.finish_reason,
             stop_reason=gained.ended.stop_reason if gained.ended else None,
@@ -246,6 +250,19 @@ class _Choice:
 
     def _if_requested(self, stop_token_id: int | None) -> int | None:
         return stop_token_id if stop_token_id in self._stop_token_ids else None
+
+
+def _pieces(gained: _Gained) -> tuple[str, ...]:
+    """The texts of the tokens. What the end completed belongs to the last one."""
+    last = max(len(gained.token_ids), 1) - 1
+    return (*gained.text[:last], "".join(gained.text[last:])) if gained.text else ()
+
+
+def require_numbers(logprobs: Iterable[TokenLogprobs]) -> None:
+    """Raises `TransferError` for log-probabilities that no worker of ours sends."""
+    for entry in logprobs:
+        if len(entry.top_ids) != len(entry.top_logprobs) or isnan(entry.logprob) or any(map(isnan, entry.top_logprobs)):
+            raise TransferError("A worker sent log-probabilities that are none.")
 
 
 def ended_by_stop_string(deltas: Sequence[ChoiceDelta]) -> list[int]:

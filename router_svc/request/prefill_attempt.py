@@ -14,7 +14,7 @@ from router_svc.routing.placement import Placement
 async def prefill(
     context: RequestContext, placement: Placement, ticket: decode_pb2.Ticket | None, call: DecodeCall | None
 ) -> None:
-    """Returns when the prefill worker has committed, or when its first tokens complete every choice.
+    """Returns when the prefill worker has committed, or when its first tokens alone complete every choice.
 
     `ticket` and `call` are the decode worker's, or None when the request needs none. Raises the error that the worker
     reported, `PeerLost`, or `TransferTimeout` when it is silent.
@@ -43,12 +43,17 @@ async def prefill(
                         prompt.mark_computed()
                         journal.prefilled(event.first_token)
                         await context.deliver(event.first_token.choices, call)
-                        if context.output.is_finished:
+                        if context.output.is_finished and not _has_started(call):
                             return
                     case "done":
                         journal.committed(event.done)
                         return
     raise PeerLost(f"Prefill worker {worker.worker_id} ended the stream before the transfer was committed.")
+
+
+def _has_started(call: DecodeCall | None) -> bool:
+    """Whether the decode worker's tokens came before the first ones: then the transfer is committed, and reported."""
+    return call is not None and call.has_started
 
 
 def _take_progress(context: RequestContext, placement: Placement, progress: prefill_pb2.PrefillProgress) -> None:

@@ -1,59 +1,57 @@
-"""How a decode worker catches up with the one that a request leaves, while that one goes on. Pure policy.
+"""When a decode worker that follows takes over from the one that a request leaves. Pure policy.
 
-    source    | a b c d e f g h i ...        what the client has grows meanwhile
-    target          | d e f                  it is given what the client has, and samples behind that
-    fed again             | g h i            until it is at most a token behind: then it takes over
+    source  | a b c d e f g h i ...      what the client has grows meanwhile, and each token is passed on
+    target        | d e f g h i ...      it samples behind what it was given, its steps at other times
 
-Each time, less is left to compute, until a step of one worker takes as long as a step of the other.
+While both go on, the target's next token costs the client nothing. What the client waits for is the first one after the
+source is left: a step of the target, and the time by which its latest token came later than the source's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum, auto
 
-#: Tokens that the target may be behind the client when it takes over: one is sampled while another one is written.
-_MAX_LAG = 1
-#: Times that it is given more tokens. One that is still behind then has longer steps than the source.
-_MAX_ROUNDS = 4
-
-
-class Pursuit(Enum):
-    """What follows the target's latest tokens."""
-
-    #: It has not sampled a token behind what it was given.
-    WAIT = auto()
-    #: It gets the tokens that the client has more than it.
-    FEED = auto()
-    #: It is close enough: the source is left.
-    TAKE_OVER = auto()
+#: The target takes over when its latest tokens came at most this much later than the source's, and this much more for
+#: each time that they did not. Steps of equal length may never meet.
+_LATE_S, _MORE_S = 0.005, 0.0004
+#: Its tokens that are waited for, until any will do. One that stays behind has longer steps than the source.
+_NUM_ROUNDS = 40
 
 
-class Chase:
-    """Where the target stands, by choice."""
+class Pursuit:
+    """Where the target stands, by choice. `now` is any monotonic clock, in seconds."""
 
     def __init__(self, lengths: Mapping[int, int]) -> None:
         """`lengths`: tokens of each open choice that the target starts with."""
-        self._fed = dict(lengths)
-        self._next = dict(lengths)
+        self._given = dict(lengths)
+        self._next: dict[int, int] = {}
+        self._came_at: dict[int, float] = {}
         self._rounds = 0
 
-    def sampled(self, choice: int, next_index: int) -> None:
-        """The target has sampled the tokens before `next_index`."""
-        self._next[choice] = max(next_index, self._next.get(choice, 0))
+    def came(self, lengths: Mapping[int, int], now: float) -> None:
+        """The client has got tokens from the source, and now has so many of each open choice."""
+        for choice, length in lengths.items():
+            if length > self._next.get(choice, 0):
+                self._came_at[choice] = now
 
-    def decide(self, lengths: Mapping[int, int]) -> Pursuit:
-        """What follows now that the client has so many tokens of each choice that goes on."""
-        if any(self._next.get(choice, 0) <= self._fed.get(choice, 0) for choice in lengths):
-            return Pursuit.WAIT
-        lag = max((length - self._next[choice] for choice, length in lengths.items()), default=0)
-        if lag <= _MAX_LAG or self._rounds == _MAX_ROUNDS:
-            return Pursuit.TAKE_OVER
-        self._rounds += 1
-        return Pursuit.FEED
-
-    def feed(self, choice: int, length: int) -> int:
+    def give(self, choice: int, length: int) -> int:
         """The target is about to get the client's tokens up to `length`. Returns the position of the first one."""
-        first = max(self._next.get(choice, 0), self._fed.get(choice, 0))
-        self._fed[choice] = max(first, length)
+        first = max(self._next.get(choice, 0), self._given.get(choice, 0))
+        self._given[choice] = max(first, length)
         return first
+
+    def sampled(self, next_indices: Mapping[int, int], lengths: Mapping[int, int], now: float) -> bool:
+        """The target has sampled the tokens before `next_indices`. Returns whether it takes over.
+
+        `lengths`: tokens of each open choice that the client had before.
+        """
+        self._next.update(next_indices)
+        self._rounds += 1
+        lags = [length - self._next.get(choice, 0) for choice, length in lengths.items()]
+        if self._rounds >= _NUM_ROUNDS:
+            return True
+        if any(lag > 0 for lag in lags):
+            return False
+        level = [choice for choice, lag in zip(lengths, lags, strict=True) if not lag]
+        late_s = max((now - self._came_at.get(choice, now) for choice in level), default=0.0)
+        return late_s <= _LATE_S + _MORE_S * self._rounds

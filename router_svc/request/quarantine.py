@@ -110,9 +110,10 @@ async def _of_one_router(digest: bytes, worker: str, alone: bool) -> tuple[int, 
 class Quarantine:
     """Requests that are refused for a time. `now` is any monotonic clock."""
 
-    def __init__(self, key: bytes = b"") -> None:
-        """`key`: of the digests, at most 64 bytes; with another one, a request has another digest."""
+    def __init__(self, key: bytes = b"", model: str = "") -> None:
+        """`key`: of the digests, at most 64 bytes. With another one, or another model, a request has another digest."""
         self._key = key
+        self._person = hashlib.blake2b(model.encode(), digest_size=hashlib.blake2b.PERSON_SIZE).digest()
         #: Ends of this router's refusals by the requests' digests, in order. No refusal of another router evicts one.
         self._own: OrderedDict[bytes, float] = OrderedDict()
         #: Those of other routers, in order.
@@ -173,9 +174,9 @@ class Quarantine:
             )
 
     def _digest(self, generation: Generation) -> bytes:
-        """Equal for equal requests of one tenant, whatever their ids and seeds."""
+        """Equal for equal requests of one tenant for one model, whatever their ids and seeds."""
         sampling = repr(replace(generation.sampling, seed=0)).encode()
-        digest = hashlib.blake2b(sampling, digest_size=DIGEST_BYTES, key=self._key)
+        digest = hashlib.blake2b(sampling, digest_size=DIGEST_BYTES, key=self._key, person=self._person)
         digest.update(array("q", generation.prompt).tobytes())
         digest.update(generation.cache_salt)
         return digest.digest()

@@ -1,4 +1,4 @@
-"""All requests of a router: refuses those it cannot serve, and runs one task for each prompt of the others."""
+"""All requests for one model: refuses those it cannot serve, and runs one task for each prompt of the others."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pdserve.base.errors import Draining, Forbidden, NoWorkers, Overloaded, Quarantined, RateLimited, RequestError
-from pdserve.base.tasks import in_turns, service_group
+from pdserve.base.errors import Draining, Forbidden, NoWorkers, Quarantined, RateLimited, RequestError
+from pdserve.base.tasks import ServiceGroup, in_turns, service_group
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
+from pdserve.base.workers import WorkerRecord
 from pdserve.model.tokenizer import Tokenizer
-from router_svc.generation import Generation
+from router_svc.generation import BATCH_PRIORITY, Generation
 from router_svc.records.journal import Journal
 from router_svc.records.metrics import RouterMetrics
 from router_svc.records.recent_records import RecentRecords
@@ -31,11 +32,13 @@ from router_svc.request.fair_order import QueueSlot
 from router_svc.request.gate import Gate
 from router_svc.request.limiter import Limiter
 from router_svc.request.limits import size
-from router_svc.request.open_requests import OpenRequest, OpenRequests
+from router_svc.request.open_requests import OpenRequest
+from router_svc.request.prompt_log import PromptLog
 from router_svc.request.prompt_task import PromptTask
 from router_svc.request.quarantine import Quarantine
 from router_svc.request.run_log import RunLog, usage_of_all
 from router_svc.request.stream import DeltaStream
+from router_svc.request.waves import Start, Waves
 from router_svc.routing.cluster import Cluster, PrefixHashes
 from router_svc.routing.incarnation import incarnation_of
 
@@ -44,6 +47,7 @@ _REFUSED = "refused_requests"
 
 
 _NO_USAGE = Usage()
+_Prompt = tuple[Generation, PrefixHashes, Journal, PromptLog | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +85,7 @@ class Recorders:
 
 
 class Requests:
-    """The client requests that are open."""
+    """The client requests for one model that are open."""
 
     def __init__(
         self, cluster: Cluster, gate: Gate, recorders: Recorders, tokenizer: Tokenizer, *, by_priority: bool = False
@@ -94,12 +98,7 @@ class Requests:
         self._tokenizer = tokenizer
         secret = cluster.seals.secret
         #: Requests under which workers have died.
-        self.quarantine = Quarantine(b"" if secret is None else secret.mac(_REFUSED))
-        cluster.directory.on_vanished = lambda worker: self.quarantine.losses.add(
-            incarnation_of(worker), None, time.monotonic()
-        )
-        #: From their arrival.
-        self.open = OpenRequests(cluster.policy.timeouts)
+        self.quarantine = Quarantine(b"" if secret is None else secret.mac(_REFUSED), cluster.policy.model_name)
         self._is_draining = False
         self._num_open = 0
         self._idle = asyncio.Event()
@@ -113,6 +112,10 @@ class Requests:
     def is_draining(self) -> bool:
         """Whether requests are refused because the router is shutting down."""
         return self._is_draining
+
+    def lost(self, worker: WorkerRecord) -> None:
+        """Notes that a worker of the model was lost, whichever requests it had."""
+        self.quarantine.losses.add(incarnation_of(worker), None, time.monotonic())
 
     async def wait_idle(self) -> None:
         """Returns when no request is open."""
@@ -141,28 +144,35 @@ class Requests:
             PdserveError: a later failure, raised by `DeltaStream.write_to`.
         """
         self._require_priority_allowed(generations, client)
-        generations = [_owned(generation, client) for generation in generations]
+        generations = [_owned(generation, client) async for generation in in_turns(generations)]
         journals = await self._open_journals(generations, None if opened is None else opened.trace)
-        prompts = [PrefixHashes(generation.prompt, generation.cache_salt) for generation in generations]
+        prompts = [PrefixHashes(each.prompt, each.cache_salt) async for each in in_turns(generations)]
         entrants = await self._entrants(generations, prompts)
+        await self._refuse_quarantined(generations)
         self._refuse_if_unavailable()
-        self._refuse_quarantined(generations)
         stream = self._stream(journals, opened)
         run = RunLog(log, journals, self._recorders.logs)
-        async with self._entered(generations, run, entrants, client) as slots:
-            for journal in journals:
+        waves = Waves(self._gate, entrants, client, partial(self._recorders.metrics.rejected, "queue_full"))
+        async with self._entered(generations, run, waves, client) as slots:
+            async for journal in in_turns(journals):
                 self._recorders.recent.add(journal.record)
             run.begin(stream)
             try:
                 async with service_group() as group:
-                    started = zip(generations, prompts, journals, slots, run.prompt_logs, strict=True)
-                    for generation, hashes, journal, slot, prompt_log in started:
-                        task = PromptTask(generation, hashes, journal, self._gate, slot, prompt_log)
-                        running = task.run(self._cluster, self._tokenizer, stream, self.quarantine)
-                        group.start(running, name=generation.request_id)
+                    started = [*zip(generations, prompts, journals, run.prompt_logs, strict=True)]
+                    waves.run(slots, self._starter(started, group, stream), group, stream)
                     yield stream
             finally:
                 await self._end(client, journals, run, opened)
+
+    def _starter(self, prompts: Sequence[_Prompt], group: ServiceGroup, stream: DeltaStream) -> Start:
+        def start(index: int, slot: QueueSlot) -> asyncio.Task[None]:
+            generation, hashes, journal, log = prompts[index]
+            task = PromptTask(generation, hashes, journal, self._gate, slot, log)
+            running = task.run(self._cluster, self._tokenizer, stream, self.quarantine)
+            return group.start(running, name=generation.request_id)
+
+        return start
 
     def _stream(self, journals: Sequence[Journal], opened: OpenRequest | None) -> DeltaStream:
         stream = DeltaStream(journals, self._recorders.metrics.wrote_first_token)
@@ -181,11 +191,14 @@ class Requests:
 
     async def _entrants(self, generations: Sequence[Generation], prompts: Sequence[PrefixHashes]) -> list[Entrant]:
         # Counted before anything is refused: demand that is measured later shrinks when the cluster cannot meet it.
-        uncached_tokens = [await self._cluster.uncached_tokens(hashes) async for hashes in in_turns(prompts)]
+        uncached_tokens = [
+            hashes.num_tokens if generation.needs_whole_prompt else await self._cluster.uncached_tokens(hashes)
+            async for generation, hashes in in_turns(zip(generations, prompts, strict=True))
+        ]
         self._recorders.metrics.received([hashes.num_tokens for hashes in prompts], uncached_tokens)
         return [
             Entrant(sequences=generation.sampling.n, uncached_tokens=uncached, priority=generation.priority)
-            for generation, uncached in zip(generations, uncached_tokens, strict=True)
+            async for generation, uncached in in_turns(zip(generations, uncached_tokens, strict=True))
         ]
 
     @asynccontextmanager
@@ -193,13 +206,13 @@ class Requests:
         self,
         generations: Sequence[Generation],
         run: RunLog,
-        entrants: Sequence[Entrant],
+        waves: Waves,
         client: Client,
     ) -> AsyncIterator[list[QueueSlot]]:
         """The request in the queue, within its key's limits. Raises `RateLimited`, `Overloaded`."""
         with self._counted():
             async with self._within_limits(generations, client, run):
-                with self._queue_slots(entrants, client) as slots:
+                with waves.first() as slots:
                     yield slots
 
     @asynccontextmanager
@@ -233,7 +246,7 @@ class Requests:
 
     def _require_priority_allowed(self, generations: Sequence[Generation], client: Client) -> None:
         priority = next((generation.priority for generation in generations if generation.priority), 0)
-        if priority and not self._by_priority:
+        if priority not in (0, BATCH_PRIORITY) and not self._by_priority:
             raise RequestError(
                 f"`priority` is {priority}, but this server admits requests in the order of their arrival. Leave it "
                 "out, or start the router with --scheduling-policy priority.",
@@ -246,9 +259,9 @@ class Requests:
                 param="priority",
             )
 
-    def _refuse_quarantined(self, generations: Sequence[Generation]) -> None:
+    async def _refuse_quarantined(self, generations: Sequence[Generation]) -> None:
         try:
-            for generation in generations:
+            async for generation in in_turns(generations):
                 self.quarantine.check(generation, time.monotonic())
         except Quarantined:
             self._recorders.metrics.rejected("quarantined")
@@ -264,20 +277,7 @@ class Requests:
             raise Draining("The router is shutting down. Retry: another router will answer.")
         if not self._cluster.ready("decode") and not self._cluster.expects("decode"):
             self._recorders.metrics.rejected("no_decode_worker")
-            raise NoWorkers("No decode worker is ready. Retry in a few seconds.")
-
-    @contextmanager
-    def _queue_slots(self, entrants: Sequence[Entrant], client: Client) -> Iterator[list[QueueSlot]]:
-        try:
-            slots = self._gate.enter(entrants, client)
-        except Overloaded:
-            self._recorders.metrics.rejected("queue_full")
-            raise
-        try:
-            yield slots
-        finally:
-            for slot in slots:
-                self._gate.leave(slot)
+            raise NoWorkers(self._cluster.policy.no_decode_worker)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -1,5 +1,7 @@
 """One prompt's way through the cluster, from the choice of workers to its last token, including recovery.
 
+    a prefill worker scores the prompt, if the client wants that           SCORING
+    or pools it, and that is all                                           PREFILLING
     choose a decode worker D, open the call                                QUEUED
       D prefills locally (few tokens are uncached)                         RESERVED -> DECODING
       or D grants a ticket                                                 RESERVED
@@ -20,15 +22,17 @@ import asyncio
 import contextlib
 import random
 
-from pdserve.base.errors import Draining, NoWorkers, PdserveError, RequestError
+from pdserve.base.errors import Draining, NoWorkers, PdserveError, RequestError, StaleError, TransferError
 from pdserve.base.workers import WorkerRecord
 from router_svc.request.calls import DecodeFailed, is_reported
 from router_svc.request.context import RequestContext
 from router_svc.request.decode_start import decode_start
+from router_svc.request.embedding import Embedding
 from router_svc.request.migrating_run import MigratingRun
 from router_svc.request.prefill_attempt import prefill
 from router_svc.request.quarantine import Deaths
-from router_svc.request.recovery import Failure, NextStep, after_decode_failure, backoff_s, failure_of
+from router_svc.request.recovery import MAX_BROKEN, Failure, NextStep, after_decode_failure, backoff_s, failure_of
+from router_svc.request.scoring import Scoring
 from router_svc.routing.home import Home, home_of
 from router_svc.routing.incarnation import Incarnation, incarnation_of
 from router_svc.routing.local_prefill import PrefillPlan, plan_by_length, plan_by_load, plan_without_prefill
@@ -36,6 +40,8 @@ from router_svc.routing.placement import Placement
 
 #: Interval between retries while all decode workers are full: about one heartbeat.
 _CAPACITY_RETRY_S = 0.5
+#: A worker that was lost and is started again is ready by then, as a rule.
+_CLASS_RETURN_S = 3.0
 
 
 class Saga:
@@ -57,12 +63,23 @@ class Saga:
         self._tokens_at_failure = 0
         self._answers_at_failure = 0
         self._patient_until = 0.0
+        #: Until then, the request waits for workers that are full.
+        self._until_capacity = 0.0
+        #: Until then, an answer that has begun waits for a worker of its numerics class, even if another one is ready.
+        self._same_class_until = 0.0
         #: KV layout and numerics class of the last decode worker that has added tokens.
         self._home = Home() if context.log is None else context.log.home
 
     async def run(self) -> None:
         """Returns when every choice is complete. Raises the error for the client."""
         generation = self._context.generation
+        if generation.pooling is not None:
+            await Embedding(self._context, self._heartbeat, self._now).run()
+        elif generation.prompt_logprobs is not None:
+            await Scoring(self._context, self._heartbeat, self._now).run()
+        if not generation.sampling.max_tokens:
+            await self._context.deliver_ends()
+            return
         self._context.overlap = await self._cluster.overlap(self._context.hashes)
         if generation.sampling.max_tokens == 1 and await self._run_on_prefill_alone():
             return
@@ -84,13 +101,13 @@ class Saga:
         return False
 
     async def _run_with_decode(self) -> None:
-        until_capacity = self._now() + self._policy.reserve_timeout_s
+        self._until_capacity = self._now() + self._policy.reserve_timeout_s
         self._patient_until = self._now() + self._policy.worker_return_timeout_s
-        refusal: PdserveError = NoWorkers("No decode worker is ready. Retry in a few seconds.")
+        refusal: PdserveError = NoWorkers(self._cluster.policy.no_decode_worker)
         is_full = False
         while True:
             placement = self._choose_decode() or await self._wait_for_decode(
-                until_capacity if is_full else None, refusal
+                self._until_capacity if is_full else None, refusal
             )
             if not self._deaths.may_reach("decode"):
                 await self._wait_for_prefill(placement.worker, refusal)
@@ -106,7 +123,9 @@ class Saga:
             failure = self._failure_of(placement, worker, refusal)
             self._note(failure, placement.incarnation)
             if self._next_step(failure) is NextStep.FAIL:
-                raise refusal if failure is Failure.REQUEST else self._for_client(refusal)
+                # What two workers that live have broken in, a third will not do.
+                is_final = failure is Failure.REQUEST or self._broken > MAX_BROKEN
+                raise refusal if is_final else self._for_client(refusal)
             self._journal.retry(refusal, worker)
             self._output.forget_early()
             # The prompt may be cached by now, and a worker that started anew has nothing.
@@ -136,12 +155,15 @@ class Saga:
         tokens, answers = self._output.completion_tokens, self._context.decode_answers
         if tokens > self._tokens_at_failure:
             self._failures = self._broken = 0
+            self._until_capacity = self._now() + self._policy.reserve_timeout_s
         if answers > self._answers_at_failure or worker not in self._met_decode:
             # A worker that cannot be reached may seem to be back each time: then one wait is all.
             self._met_decode.add(worker)
             self._patient_until = self._now() + self._policy.worker_return_timeout_s
         self._tokens_at_failure, self._answers_at_failure = tokens, answers
         self._failures += 1
+        if self._failures == 1:
+            self._same_class_until = self._now() + _CLASS_RETURN_S
         self._broken += failure is Failure.BROKEN
 
     def _next_step(self, failure: Failure) -> NextStep:
@@ -163,7 +185,8 @@ class Saga:
         # Another layout may be another model, which must not go on with tokens that the client has from this one.
         home = self._home if self._output.has_tokens else Home()
         avoided = self._failed_decode | self._avoided_decode
-        for numerics in home.choices(may_change=self._policy.may_change_numerics):
+        waits_for_class = self._now() < min(self._same_class_until, self._patient_until)
+        for numerics in home.choices(may_change=self._policy.may_change_numerics and not waits_for_class):
             for excluded in (avoided, self._failed_decode):
                 placement = self._context.choose("decode", excluded, home.layout, numerics)
                 if placement is not None:
@@ -172,6 +195,15 @@ class Saga:
 
     def _for_client(self, refusal: PdserveError) -> PdserveError:
         """The error that ends a request for which no decode worker is left."""
+        ready = self._cluster.ready("decode")
+        if ready and not any(map(self._context.is_understood_by, ready)):
+            return NoWorkers(
+                "No decode worker that is ready knows all fields of the request, such as structured output. Update the "
+                "workers, or leave the fields out."
+            )
+        if isinstance(refusal, (TransferError, StaleError)) and not ready:
+            # What is missing is a worker, whichever one was lost: the same request may succeed later.
+            return NoWorkers(f"{refusal} {self._cluster.policy.no_decode_worker}")
         if not self._output.has_tokens or self._policy.may_change_numerics:
             return refusal
         return self._home.refusal(self._cluster.ready("decode", self._home.layout)) or refusal

@@ -45,6 +45,14 @@ class RoutingPolicy:
     may_change_numerics: bool = True
     timeouts: TimeoutLimits = field(default_factory=TimeoutLimits)
     silence: SilenceLimits
+    #: Whether the router serves other models, too, so that errors have to say of which one they are.
+    is_one_of_several: bool = False
+
+    @property
+    def no_decode_worker(self) -> str:
+        """The error when no decode worker is ready."""
+        whose = f" of the model `{self.model_name}`" if self.is_one_of_several else ""
+        return f"No decode worker{whose} is ready. Retry in a few seconds."
 
 
 class PrefixHashes:
@@ -70,7 +78,7 @@ async def _unknown(worker_id: WorkerId, epoch: Epoch) -> frozenset[RequestId] | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The workers and everything that all requests share to reach them."""
+    """The workers of one model, and everything that all requests share to reach workers."""
 
     policy: RoutingPolicy
     directory: WorkerDirectory
@@ -87,13 +95,18 @@ class Cluster:
     seals: Seals = field(default_factory=Seals)
     in_flight: InFlight = field(default_factory=lambda: InFlight(new_router_id()))
 
+    def workers_of(self, tier: Tier) -> list[WorkerRecord]:
+        """All workers of the tier that serve the model and are not known to be lost. Some may not be `ready`."""
+        return [worker for worker in self.directory.workers_of(tier) if worker.model == self.policy.model_name]
+
     def ready(self, tier: Tier, layout: KvLayout | None = None) -> list[WorkerRecord]:
-        """Workers of the tier that serve this router's model and accept requests: those with `layout`, or all."""
-        return [
-            worker
-            for worker in self.directory.workers_of(tier)
-            if worker.ready and worker.model == self.policy.model_name and layout in (None, worker.layout)
-        ]
+        """Workers of the tier that serve the model and accept requests: those with `layout`, or all."""
+        return [worker for worker in self.workers_of(tier) if worker.ready and layout in (None, worker.layout)]
+
+    @property
+    def ready_seconds(self) -> float:
+        """For how long workers of the model have been ready, added up over all of them."""
+        return self.directory.ready_seconds(self.policy.model_name)
 
     def expects(self, tier: Tier) -> bool:
         """Whether a worker of the tier is expected to be ready soon, because one was a short time ago."""
@@ -112,7 +125,7 @@ class Cluster:
     @property
     def slow_path(self) -> str | None:
         """Why blocks take a slower path than expected, for the first worker that reports one; None: none does."""
-        workers = [worker for tier in TIERS for worker in self.directory.workers_of(tier)]
+        workers = [worker for tier in TIERS for worker in self.workers_of(tier)]
         slow = [worker for worker in workers if worker.transport.degraded is not None]
         if not slow:
             return None

@@ -19,6 +19,8 @@ from router_svc.routing.incarnation import Incarnation, incarnation_of
 SEQUENCE_TOKENS = 64
 #: Share of its blocks that a worker keeps free when a request moves to it because another one is full.
 _SPARE_SHARE = 0.1
+#: And blocks for each of its sequences: a worker asks one to leave when it has less than two for each.
+_SPARE_EACH = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +68,16 @@ def choose_prefill(workers: Sequence[WorkerRecord], demand: Demand, in_flight: I
     return _cheapest(workers, demand, lambda worker: _prefill_cost(worker, demand, in_flight))
 
 
-def has_spare_blocks(worker: WorkerRecord, demand: Demand) -> bool:
-    """Whether a tenth of the worker's blocks stays free when it also holds the demand."""
-    blocks = -(-demand.prompt_tokens // worker.layout.block_size) + demand.sequences
-    return worker.load.free_blocks - blocks >= _SPARE_SHARE * worker.total_blocks
+def has_spare_blocks(worker: WorkerRecord, demand: Demand, in_flight: InFlight) -> bool:
+    """Whether enough of the worker's blocks stay free when it also holds the demand, so that nothing has to leave it.
+
+    Sequences that this router has placed there, and that it does not report yet, count like those of the demand.
+    """
+    blocks = (-(-demand.prompt_tokens // worker.layout.block_size) + demand.sequences) * len(worker.layout.groups)
+    reported = worker.load.running + worker.load.waiting
+    coming = demand.sequences + max(0, in_flight.sequences(worker.worker_id) - reported)
+    spare = worker.load.free_blocks - blocks * coming // max(1, demand.sequences)
+    return spare >= max(_SPARE_SHARE * worker.total_blocks, _SPARE_EACH * (reported + coming))
 
 
 def queued_tokens(worker: WorkerRecord, in_flight: InFlight) -> int:

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 from pdserve.worker.serve.metrics import WorkerMetrics
+from router_svc.api.anthropic.errors import type_of
+from router_svc.api.anthropic.schema import MessagesBody
+from router_svc.api.decisions.schema import DecisionBody
 from router_svc.api.fields import IGNORED, UNSUPPORTED
+from router_svc.api.ollama.schema import OllamaChatBody, OllamaGenerateBody, OllamaOptions
 from router_svc.api.openai.schema import ChatBody, CompletionBody, GenerationBody
+from router_svc.api.pooling.schema import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
+from router_svc.api.reference.operation import ALWAYS
+from router_svc.api.reference.operations import OPERATIONS
+from router_svc.api.responses.schema import ResponsesBody
 from router_svc.records.metrics import RouterMetrics
 from tests.arch.documents import DOCUMENTS, ROOT, names_in_first_column, path_id, read, section, table_rows
 
@@ -23,6 +31,39 @@ def test_every_field_of_the_api_is_documented() -> None:
         assert own == set(body.model_fields) - both
 
 
+def test_every_field_of_responses_is_documented() -> None:
+    assert set(names_in_first_column(section("docs/responses.md", "Fields"))) == set(ResponsesBody.model_fields)
+
+
+def test_every_field_of_messages_is_documented() -> None:
+    assert set(names_in_first_column(section("docs/messages.md", "Fields"))) == set(MessagesBody.model_fields)
+
+
+def test_every_field_and_option_of_ollama_is_documented() -> None:
+    fields = OllamaChatBody.model_fields.keys() | OllamaGenerateBody.model_fields.keys()
+    assert set(names_in_first_column(section("docs/ollama.md", "Fields"))) == fields
+    assert set(names_in_first_column(section("docs/ollama.md", "Options"))) == set(OllamaOptions.model_fields)
+
+
+def test_every_field_of_embeddings_is_documented() -> None:
+    fields = set(names_in_first_column(section("docs/embeddings.md", "Fields")))
+    assert fields == set(EmbeddingBody.model_fields)
+    fields = set(names_in_first_column(section("docs/embeddings.md", "Scores and ranks"))) - {"/v1/score", "/v1/rerank"}
+    assert fields == (set(ScoreBody.model_fields) | set(RerankBody.model_fields)) - set(PoolingBody.model_fields)
+
+
+def test_every_field_of_decisions_is_documented() -> None:
+    assert set(names_in_first_column(section("docs/classification.md", "Fields"))) == set(DecisionBody.model_fields)
+
+
+def test_every_type_of_errors_of_messages_is_documented() -> None:
+    rows = [row for row in table_rows(section("docs/messages.md", "Errors")) if row[0][0].isdigit()]
+    documented = {int(status): row[1].strip("`") for row in rows for status in row[0].split(", ")}
+    assert documented == {status: type_of(status) for status in documented}
+    forms = (OPERATIONS["POST", path] for path in ("/v1/messages", "/v1/messages/count_tokens"))
+    assert set(documented) == {status for form in forms for status in (*ALWAYS, *form.errors)} | {401, 405}
+
+
 @pytest.mark.parametrize(
     ("heading", "names"), [("Fields without effect", set(IGNORED)), ("Fields that are refused", set(UNSUPPORTED))]
 )
@@ -32,7 +73,7 @@ def test_ignored_and_refused_fields_are_documented(heading: str, names: set[str]
 
 
 def test_every_path_is_documented() -> None:
-    route = re.compile(r'web\.(get|post)\("([^"]+)"')
+    route = re.compile(r'web\.(get|post|delete)\("([^"]+)"')
     sources = [*(ROOT / "router_svc").rglob("*.py"), ROOT / "pdserve/base/admin.py"]
     found = {match for path in sources for match in route.findall(path.read_text(encoding="utf-8"))}
     exist = {f"{method.upper()} {path.replace(':.+', '')}" for method, path in found}
@@ -60,6 +101,7 @@ def _sources(path: str) -> dict[str, str]:
             RouterMetrics(model_name="m"),
             (
                 "router_svc/service.py",
+                "router_svc/model_state.py",
                 "router_svc/api/intake.py",
                 "kvtransfer/index/prefix_mirror.py",
                 "router_svc/records/request_store.py",

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai.resources.chat.completions
 import pytest
 
+import pdserve
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import add_options, option_spec
 from pdserve.cli.__main__ import COMMANDS
@@ -28,7 +28,9 @@ from pdserve.cli.fetch import FetchConfig
 from pdserve.cli.health import HealthConfig
 from pdserve.cli.key import KeyConfig
 from pdserve.cli.plan import PlanConfig
+from pdserve.cli.rebalance import RebalanceConfig
 from pdserve.cli.role import RoleConfig
+from pdserve.cli.run_batch import RunBatchConfig
 from pdserve.cli.secrets import SecretsConfig
 from pdserve.cli.status import StatusConfig
 from pdserve.cli.trace import TraceConfig
@@ -41,10 +43,12 @@ from router_svc.api.openai.schema import ChatBody
 from router_svc.api.parse import parse_body
 from router_svc.config import RouterConfig
 from tests.arch.documents import DOCUMENTS, ROOT, code_blocks, path_id, read, section, table_rows
+from tests.support.lazily import openai
 
 CLI_CONFIGS: dict[str, type[Any]] = {
     "up": UpConfig,
     "chat": ChatConfig,
+    "run-batch": RunBatchConfig,
     "status": StatusConfig,
     "trace": TraceConfig,
     "doctor": DoctorConfig,
@@ -90,6 +94,7 @@ def _documented_default(cell: str, field: dataclasses.Field[Any]) -> object:
     [
         ("pdserve up", UpConfig, None),
         ("pdserve chat", ChatConfig, None),
+        ("pdserve run-batch", RunBatchConfig, None),
         ("pdserve status", StatusConfig, None),
         ("pdserve trace", TraceConfig, None),
         ("pdserve fetch", FetchConfig, None),
@@ -98,6 +103,7 @@ def _documented_default(cell: str, field: dataclasses.Field[Any]) -> object:
         ("pdserve key", KeyConfig, None),
         ("pdserve doctor", DoctorConfig, None),
         ("pdserve drain", DrainConfig, None),
+        ("pdserve rebalance", RebalanceConfig, None),
         ("pdserve role", RoleConfig, None),
         ("pdserve plan", PlanConfig, None),
         ("pdserve bench serve", ServeConfig, None),
@@ -192,24 +198,33 @@ def test_the_curl_example_is_a_valid_request() -> None:
     words = shlex.split(command)
     assert "http://127.0.0.1:8000/v1/chat/completions" in words
     body = parse_body(ChatBody, words[words.index("-d") + 1].encode())
-    assert body.model == UpConfig().model
+    assert body.model == UpConfig().model[0]
 
 
 def test_the_python_example_uses_methods_and_arguments_of_the_client() -> None:
-    [code] = code_blocks("README.md", "python")
+    [code] = [each for each in code_blocks("README.md", "python") if "from openai" in each]
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     [create] = [call for call in calls if ast.unparse(call.func) == "client.chat.completions.create"]
-    known = inspect.signature(openai.resources.chat.completions.Completions.create).parameters
+    known = inspect.signature(openai.resources.chat.Completions.create).parameters
     fields = {keyword.arg: ast.literal_eval(keyword.value) for keyword in create.keywords if keyword.arg}
     assert set(fields) <= set(known)
-    assert parse_body(ChatBody, json.dumps(fields).encode()).model == UpConfig().model
+    assert parse_body(ChatBody, json.dumps(fields).encode()).model == UpConfig().model[0]
     [client] = [call for call in calls if ast.unparse(call.func) == "OpenAI"]
     assert {keyword.arg for keyword in client.keywords} <= set(inspect.signature(openai.OpenAI).parameters)
 
 
-def test_the_grpc_example_sets_fields_that_exist() -> None:
-    [code] = code_blocks("docs/grpc-api.md", "python")
-    for call in (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)):
+@pytest.mark.parametrize("path", DOCUMENTS, ids=path_id)
+def test_examples_import_what_the_package_exports(path: Path) -> None:
+    for code in code_blocks(path, "python"):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and node.module == "pdserve":
+                assert {alias.name for alias in node.names} <= set(pdserve.__all__)
+
+
+def test_the_grpc_examples_set_fields_that_exist() -> None:
+    codes = code_blocks("docs/grpc-api.md", "python")
+    assert len(codes) == 2
+    for call in (node for code in codes for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)):
         message = ast.unparse(call.func).removeprefix("inference_pb2.")
         if message in inference_pb2.DESCRIPTOR.message_types_by_name:
             known = inference_pb2.DESCRIPTOR.message_types_by_name[message].fields_by_name

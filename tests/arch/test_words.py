@@ -56,8 +56,10 @@ OTHERS = {
 }
 #: Names that a module needs because a library calls them so.
 OF_LIBRARIES = {
+    "router_svc/api/files/upload.py": {"BodyPartReader"},  # aiohttp
     "pdserve/cli/supervisor/child.py": {"tell"},  # io
     "pdserve/model/resolve.py": {"stem"},  # pathlib
+    "router_svc/api/responses/answers.py": {"part"},  # a field of OpenAI's events
     "tests/arch/list_modules.py": {"parts"},
     "tests/deploy/render.py": {"stem"},  # pathlib
     "tests/deploy/test_kubernetes_overlays.py": {"stem"},  # pathlib

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.cluster import Cluster, running_cluster
-from tests.support.default_model import model_for_depth, write_one_layer_model
+from tests.support.default_model import EXACT_DTYPE, model_for_depth, write_one_layer_model
 from tests.support.prefill_gate import PrefillGate
 
 #: Set to "one-layer" by `tests.machines`: clusters serve a model whose steps take next to no time.
@@ -34,7 +34,7 @@ def shared_fragile(
     tmp_path_factory: pytest.TempPathFactory, prefill_gate: PrefillGate, model: str
 ) -> Iterator[Cluster]:
     """Small chunks, so that faults occur between chunks of a long prompt; a short lease, so that tests end soon."""
-    flags = ("--dtype", "float32", "--kv-cache-memory", "256MiB", "--prefill", "2", "--max-num-batched-tokens", "64")
+    flags = ("--dtype", EXACT_DTYPE, "--kv-cache-memory", "256MiB", "--prefill", "2", "--max-num-batched-tokens", "64")
     # Streams have ids, which clients that do not resume ignore.
     environment = {"PDSERVE_DECODE__LEASE_S": "5", "PDSERVE_ROUTER__RESUME_TIMEOUT_S": "60"}
     environment |= prefill_gate.environment()

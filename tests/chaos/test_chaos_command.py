@@ -6,19 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.cluster import MODEL
-from tests.support.default_model import write_one_layer_model
+from tests.support.default_model import model_for_depth, write_one_layer_model
 from tests.support.depth import IS_FULL
-
-pytestmark = pytest.mark.timeout(3600)
 
 #: More in the row `chaos-hour` of `tests.machines`.
 _REQUESTS = os.environ.get("PDSERVE_TEST_CHAOS_REQUESTS", "200")
+
+# Under a fault a second, a request took 1.1 to 1.3 s on two cores (benchmarks/results/chaos-*.json).
+pytestmark = pytest.mark.timeout(max(3600, 3 * int(_REQUESTS)))
 
 
 def _chaos(tmp_path: Path, model: str, *flags: str) -> dict[str, Any]:
@@ -45,6 +47,18 @@ def test_no_token_is_wrong_and_nothing_is_left_under_all_faults(tmp_path: Path, 
     assert requests["complete"] + requests["left"] == requests["sent"]
     assert 2 * requests["running_at_a_fault"] >= requests["sent"]
     assert summary["pause_from_kill_to_next_token"]["all"]["count"] > 0
+
+
+@pytest.mark.deploy
+def test_a_short_run_loses_nothing(tmp_path: Path) -> None:
+    """What CI runs, with the first layers of the model: on slow cores, faults come faster than all of them compute.
+
+    The seed is the day's, and stands in the output.
+    """
+    seed = str(date.today().toordinal())
+    summary = _chaos(tmp_path, model_for_depth(tmp_path), "--requests", "60", "--distinct", "24", "--seed", seed)
+    assert summary["violations"] == []
+    assert summary["faults"]["carried_out"] > 0
 
 
 @pytest.mark.skipif(not IS_FULL, reason="takes a minute: `make test-all ARGS=chaos` runs it")

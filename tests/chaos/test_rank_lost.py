@@ -8,8 +8,12 @@ import psutil
 import pytest
 
 from tests.support.cluster import MODEL, Cluster, running_cluster
+from tests.support.depth import IS_FULL
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not IS_FULL, reason="starts six processes: `make test-all ARGS=chaos` runs it"),
+]
 
 #: A divisor of the default model's nine heads, three KV heads and vocabulary.
 RANKS = 3

@@ -22,7 +22,7 @@ from tests.support.depth import IS_FULL
 from tests.support.prefill_gate import PrefillGate
 
 pytestmark = [
-    pytest.mark.skipif(not IS_FULL, reason="starts another router; PDSERVE_TEST_DEPTH=full runs it"),
+    pytest.mark.skipif(not IS_FULL, reason="starts another router: `make test-all ARGS=chaos` runs it"),
     pytest.mark.timeout(300),
 ]
 
@@ -42,20 +42,25 @@ def body_of(number: int, first: int) -> dict[str, Any]:
     return common | {"stream_options": {"include_usage": True}} | FIELDS[number]
 
 
-@asynccontextmanager
-async def another_router(cluster: Cluster, directory: Path) -> AsyncIterator[str]:
-    """The URL of a second router of the cluster, started like the first one."""
+async def start_router(cluster: Cluster, directory: Path, port: int) -> asyncio.subprocess.Process:
+    """Starts another router of the cluster like the first one. Its gRPC port is the next one."""
     first = cluster.processes()["router"]
-    port = free_port()
     given, command = {"--port": str(port), "--grpc-port": str(port + 1)}, []
     for word in first.cmdline():
         name = word.partition("=")[0]
         command.append(f"{name}={given[name]}" if name in given else word)
     environment = {name: value for name, value in first.environ().items() if name != "NOTIFY_SOCKET"}
-    with (directory / "another-router.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
+    with (directory / "another-router.log").open("ab") as log:
+        return await asyncio.create_subprocess_exec(
             *command, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
         )
+
+
+@asynccontextmanager
+async def another_router(cluster: Cluster, directory: Path) -> AsyncIterator[str]:
+    """The URL of a second router of the cluster."""
+    port = free_port()
+    process = await start_router(cluster, directory, port)
     url = f"http://127.0.0.1:{port}"
     try:
         await cluster.until_async(lambda: is_ready(url), "the other router is ready", timeout_s=60)

@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-import openai
 import pytest
 
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.depth import IS_FULL
 from tests.support.exposed import streams, ucx_ports
+from tests.support.lazily import openai
 from tests.support.ucx_garbage import send_garbage
 
 pytestmark = [

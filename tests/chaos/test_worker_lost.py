@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import openai
 import pytest
 
 from tests.support.cluster import MODEL, Cluster, WorkerStatus
+from tests.support.lazily import anthropic, openai
 from tests.support.prefill_gate import PrefillGate
 
 pytestmark = pytest.mark.timeout(300)
@@ -61,6 +61,28 @@ async def test_when_a_prefill_worker_is_killed_another_one_gives_the_same_answer
         assert await _text(client, prompt) == answer
 
 
+async def test_when_a_prefill_worker_is_killed_while_it_scores_another_one_gives_the_same_scores(
+    fragile: Cluster, prefill_gate: PrefillGate
+) -> None:
+    async with fragile.async_client() as client:
+
+        async def scores() -> Any:
+            answer = await client.completions.create(
+                model=MODEL, prompt=_long_prompt(2009, 700), echo=True, logprobs=1, max_tokens=2, temperature=0
+            )
+            return answer.choices[0].logprobs
+
+        with prefill_gate.closed():
+            request = asyncio.create_task(scores())
+            busy = await fragile.until_async(lambda: _busy_prefill(fragile), "a prefill worker scores")
+            assert busy is not None
+            fragile.kill(busy.worker_id)
+        answer = await request
+        assert len(answer.token_logprobs) == 702
+        await fragile.until_async(lambda: len(fragile.workers("prefill")) == 2, "restarted", timeout_s=60)
+        assert await scores() == answer
+
+
 async def test_when_all_prefill_workers_are_killed_the_decode_worker_prefills(
     fragile: Cluster, prefill_gate: PrefillGate
 ) -> None:
@@ -90,20 +112,60 @@ async def test_a_frozen_prefill_worker_is_replaced_after_the_lease(fragile: Clus
         assert await _text(client, prompt) == answer
 
 
+#: Tokens of a choice, where a test needs no more.
+_MAX_TOKENS = 60
+#: A token that is sampled as soon as it may be. As a stop token, that is right behind `min_tokens`.
+_LIKELIEST = 1000
 #: Requests with one prompt each: everything that decides about later tokens by earlier ones.
 BODIES: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.9, "seed": 3, "n": 3},
     {"temperature": 1.0, "seed": 4, "frequency_penalty": 0.6, "presence_penalty": 0.3, "logprobs": 2},
-    {"temperature": 0.8, "seed": 5, "extra_body": {"repetition_penalty": 1.2, "min_tokens": 30, "top_k": 30}},
+    {
+        "temperature": 0.8,
+        "seed": 5,
+        "logit_bias": {str(_LIKELIEST): 100},
+        "extra_body": {"repetition_penalty": 1.2, "top_k": 30, "stop_token_ids": [_LIKELIEST]},
+    },
+    # The next worker replays the tokens to know which ones may follow.
+    {"temperature": 0.9, "seed": 6, "extra_body": {"guided_regex": "([a-z]{1,9} ){2000}"}},
+    # What is forbidden follows from the last tokens, also behind those of another worker.
+    {
+        "temperature": 0.9,
+        "seed": 7,
+        "logprobs": 1,
+        "extra_body": {
+            "bad_words": ["the", "of a", "in the"],
+            "allowed_token_ids": [*range(20, 12_000)],
+            "logprob_token_ids": [28],
+        },
+    },
 ]
 
 
+def _min_tokens(max_tokens: int) -> int:
+    """Tokens of a request that would end at once: almost all, since tests need streams that last."""
+    return max_tokens - 10
+
+
+def _stop_late_in(text: str) -> str:
+    """A stop string that `text` contains once, near its end: the shortest of at least 8 characters."""
+    end = len(text) - 5
+    return next(text[start:end] for start in range(end - 8, -1, -1) if text.find(text[start:end]) == start)
+
+
 async def choices_of(
-    client: openai.AsyncOpenAI, number: int, started: asyncio.Semaphore | None = None, *, max_tokens: int = 60
+    client: openai.AsyncOpenAI,
+    number: int,
+    started: asyncio.Semaphore | None = None,
+    *,
+    max_tokens: int = _MAX_TOKENS,
+    stop: str | None = None,
 ) -> Any:
     """Text, log-probabilities and end of each choice of one request, and its usage; streamed."""
     extra = {"ignore_eos": True, **BODIES[number].get("extra_body", {})}
+    if "stop_token_ids" in extra:
+        extra["min_tokens"] = _min_tokens(max_tokens)
     texts: dict[int, str] = {}
     logprobs: dict[int, list[float | None]] = {}
     reasons: dict[int, str] = {}
@@ -112,6 +174,7 @@ async def choices_of(
         model=MODEL,
         prompt=_long_prompt(2100 + number, 100),
         max_tokens=max_tokens,
+        stop=stop,
         stream=True,
         stream_options={"include_usage": True},
         **(BODIES[number] | {"extra_body": extra}),
@@ -140,16 +203,44 @@ async def streams_until(
     return count
 
 
+async def _message(client: anthropic.AsyncAnthropic, started: asyncio.Semaphore) -> Any:
+    """Content and end of a message of Anthropic's API; streamed."""
+    long_text: Any = {"format": {"type": "json_schema", "schema": {"type": "string", "minLength": 400}}}
+    async with client.messages.stream(
+        model=MODEL,
+        max_tokens=_MAX_TOKENS,
+        messages=[{"role": "user", "content": "Tell a story."}],
+        output_config=long_text,
+        extra_body={"seed": 8, "temperature": 0.9},
+    ) as stream:
+        async for event in stream:
+            if event.type == "text":
+                started.release()
+        message = await stream.get_final_message()
+    return message.content, message.stop_reason, message.usage.output_tokens
+
+
 async def test_streams_outlive_their_decode_worker(fragile: Cluster) -> None:
-    """The only decode worker is killed while four streams are open: each goes on, as if nothing had happened."""
+    """The only decode worker is killed while streams are open: each goes on, as if nothing had happened."""
     numbers = range(len(BODIES))
-    async with fragile.async_client() as client:
-        undisturbed = [await choices_of(client, number) for number in numbers]
-        started = [asyncio.Semaphore(0) for _ in numbers]
-        streams = [asyncio.create_task(choices_of(client, number, started[number])) for number in numbers]
-        for number in numbers:
+    async with fragile.async_client() as client, fragile.anthropic_client() as messages:
+        texts, *_ = await choices_of(client, 1)
+        stops = {1: _stop_late_in(texts[0])}  # It ends one choice of three.
+        undisturbed = [await choices_of(client, number, stop=stops.get(number)) for number in numbers]
+        assert texts[0].startswith(undisturbed[1][0][0] + stops[1]), "the stop string ends no choice"
+        *_, reasons, (_, num_tokens) = undisturbed[3]
+        assert (reasons, num_tokens) == ({0: "stop"}, _min_tokens(_MAX_TOKENS) + 1), "min_tokens changes nothing"
+        undisturbed.append(await _message(messages, asyncio.Semaphore(0)))
+        assert undisturbed[-1][1:] == ("max_tokens", _MAX_TOKENS)
+        started = [asyncio.Semaphore(0) for _ in undisturbed]
+        streams = [
+            asyncio.create_task(choices_of(client, number, started[number], stop=stops.get(number)))
+            for number in numbers
+        ]
+        streams.append(asyncio.create_task(_message(messages, started[-1])))
+        for each in started:
             for _ in range(8):
-                await started[number].acquire()
+                await each.acquire()
         assert not any(stream.done() for stream in streams)
         fragile.kill("decode-0")
         assert await asyncio.gather(*streams) == undisturbed
@@ -159,9 +250,13 @@ async def test_streams_outlive_their_decode_worker(fragile: Cluster) -> None:
 async def test_a_response_that_is_not_streamed_outlives_both_of_its_workers(fragile: Cluster) -> None:
     prompt = _long_prompt(2250, 100)
     fields: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": 120, "temperature": 0.7, "seed": 11}
-    fields |= {"stop": ["never in this text"], "extra_body": {"ignore_eos": True}}
+    fields |= {"extra_body": {"ignore_eos": True}}
     async with fragile.async_client() as client:
+        text = (await client.completions.create(**fields)).choices[0].text
+        stop = _stop_late_in(text)
+        fields["stop"] = [stop]
         undisturbed = await client.completions.create(**fields)
+        assert text.startswith(undisturbed.choices[0].text + stop), "the stop string does not end it"
         request = asyncio.create_task(client.completions.create(**fields))
         await fragile.until_async(lambda: fragile.workers("decode")[0].running > 0, "it is decoded")
         for name in ("prefill-0", "decode-0", "prefill-1"):

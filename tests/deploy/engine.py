@@ -168,7 +168,9 @@ def redis_image(base: str, default: str, work: Path) -> str:
     context = work / "redis"
     context.mkdir()
     install = "apt-get update && apt-get install -y --no-install-recommends redis-server"
-    return _build(f"{PREFIX}/redis", context, [f"FROM {base}", f"RUN {install}", "WORKDIR /data"])
+    # As in the official image, so that a volume begins as this user's.
+    directory = "mkdir /data && chown 999:999 /data"
+    return _build(f"{PREFIX}/redis", context, [f"FROM {base}", f"RUN {install} && {directory}", "WORKDIR /data"])
 
 
 def _build(image: str, context: Path, lines: Sequence[str]) -> str:

@@ -118,6 +118,14 @@ class Service:
     config: Any
 
     @property
+    def model(self) -> tuple[str, str]:
+        """Name and directory of its only model."""
+        if isinstance(self.config, RouterConfig):
+            [(name, directory)] = self.config.models.items()
+            return name, str(directory)
+        return self.config.model_name, str(self.config.model_dir)
+
+    @property
     def title(self) -> str:
         """Where it is, for messages."""
         return f"{self.workload.title}/{self.container['name']}"

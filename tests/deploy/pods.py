@@ -26,7 +26,11 @@ from tests.deploy.manifests import Object, Workload, config_map, environment, ex
 _START_S = 240
 _POLL_S = 0.2
 _UNITS = {"Mi": 2**20, "Gi": 2**30}
-_REDIS = "pdserve-redis:6379"
+#: Pods with a Redis: the address that others know, and the file with its password.
+_REDIS = {
+    "redis": ("pdserve-redis:6379", "/run/secrets/pdserve/redis-password"),
+    "state": ("pdserve-state:6379", "/run/secrets/pdserve-state/state-password"),
+}
 
 
 @dataclass(kw_only=True)
@@ -87,7 +91,7 @@ class Node:
         self._directory = directory
         self._pods: list[Pod] = []
         #: Directories and addresses of the manifests, and what they are here.
-        self._here = {"/models": str(self.models)}
+        self._here = {"/models": str(self.models), "--dir /data": f"--dir {directory}"}
 
     def command(self, render: str, container: Object, **pod: str) -> list[str]:
         """The container's command line, with this machine's paths."""
@@ -110,14 +114,14 @@ class Node:
         return found
 
     async def start_redis(self) -> None:
-        """Runs Redis, which the pods that start later use."""
-        redis = self.start("base", "redis")
-        self._here[_REDIS] = f"{redis.address}:6379"
-        password_file = self._translated("/run/secrets/pdserve/redis-password")
-        await wait_until_ready(
-            f"redis://{redis.address}:6379?password_file={password_file}",
-            has_ended=lambda: redis.process.poll() is not None,
-        )
+        """Runs Redis and the store of responses, which the pods that start later use."""
+        for component, (there, password_file) in _REDIS.items():
+            redis = self.start("base", component)
+            self._here[there] = f"{redis.address}:6379"
+            await wait_until_ready(
+                self._translated(f"redis://{there}?password_file={password_file}"),
+                has_ended=lambda process=redis.process: process.poll() is not None,  # type: ignore[misc]
+            )
 
     def start(self, render: str, component: str, number: int = 0, **settings: str) -> Pod:
         """Runs a pod of a tier. `settings` are variables of its service."""

@@ -13,6 +13,10 @@ PEER_NAME = "pdserve-peer"
 PASSWORD_FILE = "/run/secrets/pdserve/redis-password"
 PASSWORD = ("pdserve-secrets", "redis-password")
 OWN_REDIS = secret_value("pdserve-redis", "url")
+#: The same for the store of responses.
+STATE_PASSWORD_FILE = "/run/secrets/pdserve-state/state-password"
+STATE_PASSWORD = ("pdserve-secrets-state", "state-password")
+OWN_STATE = secret_value("pdserve-state", "url")
 
 
 def faults(workload: Workload) -> list[str]:
@@ -39,19 +43,26 @@ def _faults(service: Service) -> list[str]:
         found.append("no name of peers")
     if isinstance(config, RouterConfig) and config.admin_port in (None, config.port):
         found.append("no admin port")
-    url = urlsplit(config.redis_url)
-    [path] = parse_qs(url.query).get("password_file", [None])
-    if url.password != OWN_REDIS and secret_of(service.workload, service.container, path) != PASSWORD:
+    if not _has_password(service, config.redis_url, PASSWORD, OWN_REDIS):
         found.append("Redis without a password")
+    if isinstance(config, RouterConfig) and not _has_password(service, config.state_url, STATE_PASSWORD, OWN_STATE):
+        found.append("no store of responses with a password")
     return found
+
+
+def _has_password(service: Service, address: str | None, password: tuple[str, str], own: str) -> bool:
+    """Whether a URL has this key of a Secret as its password, or is `own`, that of the user's Redis."""
+    url = urlsplit(address or "")
+    [path] = parse_qs(url.query).get("password_file", [None])
+    return url.password == own or secret_of(service.workload, service.container, path) == password
 
 
 def _redis_faults(workload: Workload, container: Object) -> list[str]:
     script = " ".join(container.get("command", ()))
-    takes_it = f"\nrequirepass $(cat {PASSWORD_FILE})\n" in script
-    return (
-        [] if takes_it and secret_of(workload, container, PASSWORD_FILE) == PASSWORD else ["Redis without a password"]
-    )
+    is_state = workload.component == "state"
+    file, password = (STATE_PASSWORD_FILE, STATE_PASSWORD) if is_state else (PASSWORD_FILE, PASSWORD)
+    takes_it = f"\nrequirepass $(cat {file})\n" in script
+    return [] if takes_it and secret_of(workload, container, file) == password else ["Redis without a password"]
 
 
 def secret_of(workload: Workload, container: Object, path: str | None) -> tuple[str, str] | None:

@@ -61,7 +61,7 @@ def test_tiers_can_be_scaled(services: dict[str, Any]) -> None:
     for service in services.values():
         assert "container_name" not in service
         assert "hostname" not in service
-    for name in (*WORKERS, "pause", "redis", "model", "secrets"):
+    for name in (*WORKERS, "pause", "redis", "state", "model", "secrets"):
         assert "ports" not in services[name], name
 
 
@@ -87,8 +87,11 @@ def test_workers_share_pid_and_ipc_namespace_of_a_service_that_does_nothing_else
 
 def test_nothing_waits_for_a_service_that_loads_a_model(services: dict[str, Any]) -> None:
     for name in ("router", *WORKERS):
-        assert set(services[name]["depends_on"]) == {"redis", "model", "secrets"}
-    assert services["redis"]["depends_on"] == {"secrets": {"condition": "service_completed_successfully"}}
+        needed = services[name]["depends_on"]
+        assert needed.pop("state", None) == ({"condition": "service_started"} if name == "router" else None)
+        assert set(needed) == {"redis", "model", "secrets"}
+    for name in ("redis", "state"):
+        assert services[name]["depends_on"] == {"secrets": {"condition": "service_completed_successfully"}}
     assert services["model"]["restart"] == services["secrets"]["restart"] == "no"
 
 
@@ -121,7 +124,8 @@ def test_a_service_reads_the_secrets_that_it_needs_and_no_others() -> None:
     """Fails when a volume is mounted in one more service, or without `:ro`."""
     needed = {
         "redis": ["redis"],
-        "router": ["peers", "redis", "router"],
+        "state": ["state"],
+        "router": ["peers", "redis", "router", "state"],
         "prefill": ["peers", "redis"],
         "decode": ["peers", "redis"],
         "prometheus": ["metrics"],
@@ -145,13 +149,30 @@ def test_no_service_runs_without_what_protects_it(services: dict[str, Any], monk
         files = [config.cluster_secret_file, config.peer_ssl_certfile, config.peer_ssl_keyfile]
         files += [config.peer_ssl_ca_certs, config.redis_url.partition("?password_file=")[2]]
         if name == "router":
-            files.append(config.api_keys_file)
+            files += [config.api_keys_file, config.state_url.partition("?password_file=")[2]]
             assert config.admin_port == 8002
         assert set(files) <= made, name
         assert config.peer_ssl_server_name == PEER_NAME
-    redis = " ".join(services["redis"]["command"])
-    assert "requirepass $$(cat /secrets/redis/redis-password)" in redis
-    assert "protected-mode" not in redis
+    for name in ("redis", "state"):
+        redis = " ".join(services[name]["command"])
+        assert f"requirepass $$(cat /secrets/{name}/{name}-password)" in redis
+        assert "protected-mode" not in redis
+
+
+def test_the_router_finds_the_store_of_responses_and_no_other_service_has_its_volume(
+    services: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _settings(services["router"], monkeypatch)
+    host, _, port = config.state_url.removeprefix("redis://").partition("?")[0].partition(":")
+    assert (host, port) == ("state", "6379")
+    assert host in services
+    mounts = {
+        name for name, each in services.items() if any(mount == "state:/data" for mount in each.get("volumes", ()))
+    }
+    assert mounts == {"state"}
+    # The volume begins as this user's, whichever one the others have.
+    assert services["state"]["user"] == "999:0"
+    assert services["state"]["image"] == services["redis"]["image"]
 
 
 def test_the_grace_period_covers_drain_and_close_and_the_routers_the_workers(services: dict[str, Any]) -> None:
@@ -206,12 +227,13 @@ def test_flags_and_variables_are_settings_of_their_service(
     assert isinstance(router, RouterConfig)
     assert router.host == "0.0.0.0"
     assert decode.host == prefill.host == "172.18.0.5"
-    assert router.model == prefill.model == decode.model == "/models/smollm2-135m-instruct"
+    assert prefill.model == decode.model == "/models/smollm2-135m-instruct"
+    assert router.model == (prefill.model,)
     assert prefill.claim_dir == decode.claim_dir == "/dev/shm/pdserve"
     assert prefill.device == decode.device == ("cuda" if GPU in stack else "cpu")
     assert (router.port, router.effective_grpc_port) == (8000, 8001)
     fetch = load_settings(FetchConfig, "fetch", services["model"]["command"])
-    assert (fetch.model, fetch.to) == ("smollm2-135m-instruct", router.model)
+    assert (fetch.model, fetch.to) == ("smollm2-135m-instruct", prefill.model)
 
 
 def _yaml(name: str) -> Any:

@@ -57,7 +57,7 @@ def test_a_missing_answer_is_a_failure_that_takes_no_worker_away() -> None:
 
 
 def test_queries_read_the_recorded_series_of_this_namespace_and_model() -> None:
-    [model] = {service.config.model_name for service in services("keda")}
+    [model] = {service.model[0] for service in services("keda")}
     [namespace] = {each["metadata"]["namespace"] for each in documents("keda")}
     for tier, spec in scaled_by_keda().items():
         query = spec["triggers"][0]["metadata"]["query"]

@@ -25,6 +25,7 @@ MONITORING = {"kubernetes.io/metadata.name": "monitoring"}
 
 _FLOWS = [
     *((client, "redis", REDIS) for client in ("router", "prefill", "decode")),
+    ("router", "state", REDIS),
     ("router", "prefill", WORKER),
     ("router", "decode", WORKER),
     ("router", "decode", STREAM),
@@ -34,6 +35,7 @@ _FLOWS = [
 ]
 _PAIR_FLOWS = [
     *((client, "redis", REDIS) for client in ("router", "pair")),
+    ("router", "state", REDIS),
     *(("router", "pair", port) for port in (WORKER, STREAM, 50061)),
     *(("pair", "pair", port) for port in (WORKER, *UCX)),
     ("smoke-test", "router", API),
@@ -98,6 +100,10 @@ def test_a_connection_that_is_needed_is_allowed_on_both_sides(name: str, client:
         ("smoke-test", "router", ADMIN),
         ("fetch-model", "redis", REDIS),
         ("secrets", "redis", REDIS),
+        *(
+            (client, "state", REDIS)
+            for client in ("prefill", "decode", "redis", "smoke-test", "fetch-model", "secrets")
+        ),
         ("prefill", "decode", STREAM),
         ("prefill", "decode", UCX[1] + 1),
     ],

@@ -9,7 +9,7 @@ import yaml
 
 from tests.deploy.manifests import LOADER, Workload, config_map, documents, of_kind, selects, services, title, workloads
 from tests.deploy.render import MONITORING
-from tests.deploy.secret_policy import OWN_REDIS, PASSWORD_FILE
+from tests.deploy.secret_policy import OWN_REDIS, OWN_STATE, PASSWORD_FILE, STATE_PASSWORD_FILE
 
 
 def tier(name: str, component: str) -> Workload:
@@ -23,7 +23,7 @@ def test_a_disaggregated_set_has_the_pods_of_the_stateful_sets() -> None:
         assert role.spec == stateful.spec
         assert role.labels == stateful.labels
         assert role.replicas == stateful.replicas
-    assert of_kind("disaggregatedset", "StatefulSet") == []
+    assert [title(each) for each in of_kind("disaggregatedset", "StatefulSet")] == ["StatefulSet/pdserve-state"]
     [each] = of_kind("disaggregatedset", "DisaggregatedSet")
     surges = {
         role["name"]: role["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"] for role in each["spec"]["roles"]
@@ -70,9 +70,9 @@ def test_a_next_release_runs_alongside_the_base_and_serves_the_same_model_name()
     budgets = [*of_kind("base", "PodDisruptionBudget"), *of_kind("next-release", "PodDisruptionBudget")]
     for workload in (*workloads("base"), *workloads("next-release")):
         assert sum(selects(each["spec"]["selector"], workload.labels) for each in budgets) <= 1
-    old, new = ({service.config.model_name for service in services(name)} for name in ("base", "next-release"))
+    old, new = ({service.model[0] for service in services(name)} for name in ("base", "next-release"))
     assert old == new
-    dirs = [{service.config.model for service in services(name)} for name in ("base", "next-release")]
+    dirs = [{service.model[1] for service in services(name)} for name in ("base", "next-release")]
     assert dirs[0] & dirs[1] == set()
     claims = {
         volume["persistentVolumeClaim"]["claimName"]
@@ -111,13 +111,27 @@ def test_an_external_redis_replaces_ours() -> None:
     assert {each.config.redis_url for each in services("base")} == {expected}
 
 
+def test_an_external_store_of_responses_replaces_ours_and_nothing_else() -> None:
+    ours = {title(each) for each in documents("base")} - {title(each) for each in documents("external-state")}
+    kinds = ("NetworkPolicy", "PersistentVolumeClaim", "Service", "StatefulSet")
+    assert ours == {f"{kind}/pdserve-state" for kind in kinds}
+    [router] = [each for each in services("external-state") if each.module == "router_svc"]
+    assert router.config.state_url == f"redis://:{OWN_STATE}@redis.example:6379"
+    [service] = [each for each in of_kind("base", "Service") if title(each) == "Service/pdserve-state"]
+    address = f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    expected = f"redis://{address}?password_file={STATE_PASSWORD_FILE}"
+    for name in ("base", "external-redis", "same-pod", "disaggregatedset"):
+        [router] = [each for each in services(name) if each.module == "router_svc"]
+        assert router.config.state_url == expected
+
+
 def test_what_the_model_job_writes_is_what_services_read() -> None:
     for name in ("base", "next-release"):
         [job] = [each for each in workloads(name) if each.component == "fetch-model"]
         [container] = job.containers
         data = config_map(name, container["envFrom"][0]["configMapRef"]["name"])
         assert container["args"] == ["$(MODEL_SOURCE)", "--to=/models/$(MODEL_DIR)"]
-        assert {service.config.model for service in services(name)} == {f"/models/{data['MODEL_DIR']}"}
+        assert {service.model[1] for service in services(name)} == {f"/models/{data['MODEL_DIR']}"}
         for workload in workloads(name):
             for each in workload.all_containers:
                 for mount in each.get("volumeMounts", ()):

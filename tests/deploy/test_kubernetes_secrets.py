@@ -1,4 +1,4 @@
-"""No workload runs without what protects it, everything comes from one Secret, and one Job may make that Secret."""
+"""No workload runs without what protects it, everything comes from two Secrets, and one Job may make these."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from router_svc.config import RouterConfig
 from tests.deploy.manifests import NAMES, Object, Workload, config_map, documents, of_kind, selects, services, workloads
 from tests.deploy.secret_policy import PEER_NAME, faults, secret_of
 
-SECRET = "pdserve-secrets"
+SECRET, STATE_SECRET = "pdserve-secrets", "pdserve-secrets-state"
 #: Keys of the Secret, and the components whose pods have them. A pod has what it needs and nothing else.
 READERS = {
     "cluster-secret": {"router", "prefill", "decode", "pair"},
@@ -30,6 +30,8 @@ READERS = {
     "api-keys.toml": {"router"},
     "smoke-test-key": {"smoke-test"},
 }
+#: The same for the Secret of the store of responses.
+STATE_READERS = {"state-password": {"router", "state"}}
 
 
 def workload(component: str, name: str = "base") -> Workload:
@@ -38,8 +40,11 @@ def workload(component: str, name: str = "base") -> Workload:
 
 
 def test_the_secret_has_the_keys_that_pods_and_prometheus_read() -> None:
-    made = {key for group in new_secrets(datetime.now(UTC)) for key in group.files}
-    assert made == READERS.keys() | {"metrics-key"}
+    groups = new_secrets(datetime.now(UTC))
+    made = {SECRET + suffix: set[str]() for suffix in {group.secret_suffix for group in groups}}
+    for group in groups:
+        made[SECRET + group.secret_suffix] |= group.files.keys()
+    assert made == {SECRET: READERS.keys() | {"metrics-key"}, STATE_SECRET: STATE_READERS.keys()}
 
 
 def read_keys(each: Workload) -> set[tuple[str, str]]:
@@ -76,11 +81,11 @@ def without_argument(flag: str) -> Mutation:
     return mutate
 
 
-def with_redis_url(url: str) -> Mutation:
+def with_url(url: str, name: str = "REDIS_URL") -> Mutation:
     """Writes the URL of Redis out."""
 
     def mutate(_: Object, container: Object) -> None:
-        [variable] = [each for each in container["env"] if each["name"].endswith("REDIS_URL")]
+        [variable] = [each for each in container["env"] if each["name"].endswith(name)]
         variable["value"] = url
 
     return mutate
@@ -134,13 +139,25 @@ MUTATIONS: list[tuple[str, Mutation, str]] = [
     ("router", without_item("api-keys.toml"), "no API keys"),
     ("router", without_argument("admin-port"), "no admin port"),
     *(
-        (tier, with_redis_url("redis://pdserve-redis:6379"), "Redis without a password")
+        (tier, with_url("redis://pdserve-redis:6379"), "Redis without a password")
         for tier in ("router", "prefill", "decode")
     ),
-    ("decode", with_redis_url("redis://:hunter2@pdserve-redis:6379"), "Redis without a password"),
+    ("decode", with_url("redis://:hunter2@pdserve-redis:6379"), "Redis without a password"),
     *((tier, without_item("redis-password"), "Redis without a password") for tier in ("router", "redis")),
     ("redis", with_requirepass(""), "Redis without a password"),
     ("redis", with_requirepass("requirepass hunter2\n"), "Redis without a password"),
+    *(
+        ("router", with_url(url, "STATE_URL"), "no store of responses with a password")
+        for url in (
+            "redis://pdserve-state:6379",
+            "redis://:hunter2@pdserve-state:6379",
+            "redis://pdserve-state:6379?password_file=/run/secrets/pdserve/redis-password",
+        )
+    ),
+    ("router", with_empty_volume("state-secrets"), "no store of responses with a password"),
+    ("state", without_item("state-password"), "Redis without a password"),
+    ("state", with_requirepass(""), "Redis without a password"),
+    ("state", with_requirepass("requirepass hunter2\n"), "Redis without a password"),
 ]
 
 
@@ -161,8 +178,14 @@ def test_pods_read_their_own_keys_of_the_secret_and_no_other(name: str) -> None:
         if name == "own-secrets":
             expected -= {key for key in READERS if key.startswith("peer")}
         assert keys == expected, each.title
-        others = {secret for secret, _ in read_keys(each)} - {SECRET}
-        assert others <= {"pdserve-hub", "pdserve-redis", "pdserve-peer-tls"}
+        keys = {key for secret, key in read_keys(each) if secret == STATE_SECRET}
+        has_state = name != "external-state"
+        expected = {key for key, components in STATE_READERS.items() if has_state and each.component in components}
+        assert keys == expected, each.title
+        others = {secret for secret, _ in read_keys(each)} - {SECRET, STATE_SECRET}
+        assert others <= {"pdserve-hub", "pdserve-redis", "pdserve-peer-tls"} | (
+            set() if has_state else {"pdserve-state"}
+        )
 
 
 def test_no_secret_is_written_into_a_manifest() -> None:
@@ -225,7 +248,7 @@ def test_one_job_makes_the_secret_and_has_no_other_right() -> None:
     assert container["args"] == [f"--kubernetes-secret={SECRET}"]
     assert rules_of("base") == [
         {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]},
-        {"apiGroups": [""], "resources": ["secrets"], "resourceNames": [SECRET], "verbs": ["get"]},
+        {"apiGroups": [""], "resources": ["secrets"], "resourceNames": [SECRET, STATE_SECRET], "verbs": ["get"]},
     ]
     [binding], [account] = of_kind("base", "RoleBinding"), of_kind("base", "ServiceAccount")
     assert binding["roleRef"]["kind"] == "Role"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 
 import pytest
@@ -156,7 +157,7 @@ def test_a_service_gets_settings_that_it_accepts_and_listens_on_its_containers_p
         assert service.ports == {"http": config.port, "grpc": config.effective_grpc_port, "admin": config.admin_port}
         assert config.host == "0.0.0.0"
         # The code's defaults, which documents and clients use.
-        assert (config.port, config.effective_grpc_port) == (RouterConfig(model="", redis_url="").port, 8001)
+        assert (config.port, config.effective_grpc_port) == (RouterConfig(model=(), redis_url="").port, 8001)
         return
     numbers = {"grpc": config.grpc_port, "http": config.http_port}
     if service.module == "decode_svc":
@@ -169,8 +170,10 @@ def test_a_service_gets_settings_that_it_accepts_and_listens_on_its_containers_p
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"monitoring"}))
 def test_services_of_one_cluster_agree(name: str) -> None:
-    configs = [service.config for service in services(name)]
-    for setting in ("model_name", "redis_url", "drain_timeout_s"):
+    found = services(name)
+    assert len({service.model for service in found}) == 1
+    configs = [service.config for service in found]
+    for setting in ("redis_url", "drain_timeout_s"):
         assert len({getattr(config, setting) for config in configs}) == 1, setting
     workers = [config for config in configs if not isinstance(config, RouterConfig)]
     for setting in ("model", "dtype", "block_size", "device", "transport", "quantization", "kv_cache_dtype"):
@@ -200,7 +203,7 @@ def test_probes_see_hangs_and_leave_time_to_load(service: Service) -> None:
     assert live["periodSeconds"] * live["failureThreshold"] >= 30
     if not is_router:
         # Minutes, because kernels may be compiled at the first traffic; less than routers wait for a token.
-        assert 120 <= service.config.stall_timeout_s <= RouterConfig(model="", redis_url="").token_timeout_s
+        assert 120 <= service.config.stall_timeout_s <= RouterConfig(model=(), redis_url="").token_timeout_s
         # preStop runs here, too, and would wait for nothing.
         assert live["terminationGracePeriodSeconds"] < PRE_STOP_S
 
@@ -228,6 +231,27 @@ def test_rollouts_keep_routers_and_all_workers_but_one() -> None:
             assert spec["replicas"] >= 2
 
 
+def test_one_process_alone_has_the_volume_of_responses_and_memory_to_write_its_log_anew() -> None:
+    for name in NAMES:
+        owners = [
+            each
+            for each in workloads(name)
+            for volume in each.spec["volumes"]
+            if volume.get("persistentVolumeClaim", {}).get("claimName") == "pdserve-state"
+        ]
+        assert [each.component for each in owners] == [
+            each.component for each in workloads(name) if each.component == "state"
+        ]
+        for each in owners:
+            # A Deployment would start a second pod while the first one still ends.
+            assert each.title.endswith("StatefulSet/pdserve-state")
+            assert each.replicas == 1
+            [container] = each.containers
+            [megabytes] = re.findall(r"--maxmemory (\d+)mb", container["command"][2])
+            assert container["resources"]["limits"]["memory"] == "1Gi"
+            assert 2 * int(megabytes) <= 1024
+
+
 def test_other_containers_run_commands_of_ours_or_of_their_image() -> None:
     for workload in ALL_WORKLOADS:
         for container in workload.all_containers:
@@ -237,7 +261,7 @@ def test_other_containers_run_commands_of_ours_or_of_their_image() -> None:
             elif command[:1] == ["sh"]:
                 words = command[2].split()
                 assert "pdserve" not in words or words[words.index("pdserve") + 1] in COMMANDS
-                assert ("redis-server" in words) == (workload.component == "redis")
+                assert ("redis-server" in words) == (workload.component in ("redis", "state"))
             else:
                 assert module_of(container) is not None
 

@@ -7,13 +7,14 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import openai
 import pytest
 
+from pdserve.cli.private_redis import PrivateRedis
 from tests.deploy.catalog import RULES, alerts, all_rules, recorded, selectors
 from tests.deploy.dashboards.generate import DASHBOARDS
 from tests.deploy.dashboards.panels import Dashboard, Panel, Query
 from tests.support.cluster import MODEL, Cluster, running_cluster
+from tests.support.lazily import openai
 from tests.support.prometheus import Prometheus, running_prometheus
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600), pytest.mark.xdist_group("live_scrape")]
@@ -22,11 +23,16 @@ pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600), pytest.mark.xdist_gr
 _LOCAL_TOKENS = 64
 _SCRAPED_S = 60.0
 #: Panels that stay empty until a fault, and the fault that fills them.
-FILLED_BY_A_FAULT = {"Last exit": "a worker that was killed and restarted"}
+FILLED_BY_A_FAULT = {
+    "Last exit": "a worker that was killed and restarted",
+    "Pause behind a failure": "a worker that was lost under a stream",
+    "Pause of a move": "a worker that drains or is full",
+}
 #: Alerts on speed and memory, which a busy machine decides.
 DEPENDS_ON_THE_MACHINE = {
     "PdserveFirstTokensSlow",
     "PdserveTokensSlow",
+    "PdserveStreamsStall",
     "PdserveRouterLoopHeld",
     "PdservePrefillBacklog",
     "PdserveMemoryLow",
@@ -59,11 +65,23 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def state_url() -> Iterator[str]:
+    """A Redis for stored responses, whose memory is watched."""
+    redis = PrivateRedis()
+    with asyncio.Runner() as runner:
+        runner.run(redis.__aenter__())
+        try:
+            yield redis.url
+        finally:
+            runner.run(redis.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory, state_url: str) -> Iterator[Watched]:
     directory = tmp_path_factory.mktemp("live")
     flags = ("--local-prefill", "threshold", "--local-prefill-threshold", str(_LOCAL_TOKENS), "--max-model-len", "1024")
     # Longer than the alerts take: a test stops a worker until they have seen it.
-    flags += ("--hang-timeout-s", "3600")
+    flags += ("--hang-timeout-s", "3600", "--state-url", state_url)
     with running_cluster(directory, *flags) as cluster:
         router = cluster.base_url.removeprefix("http://")
         addresses = [router, *(worker.http_address for worker in cluster.view().workers)]
@@ -128,6 +146,10 @@ def _empty(watched: Watched, dashboard: Dashboard) -> list[str]:
     ]
 
 
+def test_the_panels_that_a_fault_fills_exist() -> None:
+    assert FILLED_BY_A_FAULT.keys() <= {panel.title for panel in _panels()}
+
+
 def test_all_rules_evaluate_without_error(watched: Watched) -> None:
     rules = watched.prometheus.rules
     watched.cluster.until(
@@ -177,7 +199,7 @@ def test_a_decode_worker_that_stands_still_and_is_killed_is_seen_with_its_reason
     assert "ended while serving: killed." in annotations["description"]
     # Prometheus writes <no value> and <error ...> where a template cannot be filled.
     assert not any("<" in text for text in annotations.values())
-    [last_exit] = [panel for panel in _panels() if panel.title in FILLED_BY_A_FAULT]
+    [last_exit] = [panel for panel in _panels() if panel.title == "Last exit"]
     for query in last_exit.queries:
         [decode] = watched.cluster.workers("decode")
         assert watched.prometheus.query(_as_sent(query, decode.http_address))

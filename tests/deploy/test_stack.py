@@ -46,7 +46,7 @@ def test_a_newcomer_gets_an_answer(stack: Stack) -> None:
 
 
 def test_containers_are_healthy_by_their_own_check(stack: Stack) -> None:
-    services = ("router", "prefill", "decode", "redis")
+    services = ("router", "prefill", "decode", "redis", "state")
 
     def states() -> set[str]:
         return {stack.containers(service)[0]["State"]["Health"]["Status"] for service in services}
@@ -97,9 +97,10 @@ def ask(host, port, path, headers={}):
 
 for port, path in ((8000, "/v1/models"), (8002, "/metrics"), (8002, "/v1/cluster"), (8002, "/console/events")):
     found[path] = ask("router", port, path)
-with socket.create_connection(("redis", 6379), timeout=10) as redis:
-    redis.sendall(b"HGETALL pd:workers\r\n")
-    found["redis"] = redis.recv(100).decode().split()[0]
+for host in ("redis", "state"):
+    with socket.create_connection((host, 6379), timeout=10) as redis:
+        redis.sendall(b"HGETALL pd:workers\r\n")
+        found[host] = redis.recv(100).decode().split()[0]
 
 
 def listens_without_tls(host, port):
@@ -166,7 +167,7 @@ def test_a_stranger_in_the_network_is_refused_everywhere(stack: Stack) -> None:
     found = json.loads(run("docker", "run", "--rm", *entry, image, "-c", STRANGER))
     assert found == {
         **dict.fromkeys(("/v1/models", "/metrics", "/v1/cluster", "/console/events"), 401),
-        "redis": "-NOAUTH",
+        **dict.fromkeys(("redis", "state"), "-NOAUTH"),
         **dict.fromkeys(("prefill:50051", "decode:50051", "decode:50052"), False),
         **dict.fromkeys(("prefill without TLS", "decode without TLS"), "UNAVAILABLE"),
         **{f"{tier}: ports of UCX, bytes taken": [1, 0] for tier in ("prefill", "decode") if is_guarded},
@@ -191,6 +192,29 @@ def test_a_second_start_keeps_the_secrets(stack: Stack) -> None:
     stack.compose("up", "-d", "--no-build")
     assert stack.api_key == key
     stack.wait_tiers()
+
+
+def test_what_is_stored_outlives_its_process_and_an_answer_needs_no_store(stack: Stack) -> None:
+    """Fails without a volume, without its log on it, or if anything but stored responses waits for the store."""
+    command = "REDISCLI_AUTH=$(cat /secrets/state/state-password) redis-cli "
+
+    def ask(words: str) -> str:
+        return stack.execute("state", "sh", "-c", command + words).strip()
+
+    assert ask("set pdstate:kept 1") == "OK"
+    stack.crash("state")
+    stack.until(lambda: ask("get pdstate:kept") == "1", "the store is back with what it had")
+    stack.compose("stop", "state")
+    load = stack.load(max_tokens=4)
+    load.stream(0)
+    assert load.failures() == []
+    stack.compose("restart", "router")
+    stack.wait_tiers()
+    load.stream(1)
+    assert load.failures() == []
+    stack.compose("rm", "-f", "state")
+    stack.compose("up", "-d", "--no-build", "--no-recreate", "state")
+    stack.until(lambda: ask("get pdstate:kept") == "1", "the volume has it for a new container, too")
 
 
 def test_workers_compute_on_cores_that_no_other_one_has(stack: Stack) -> None:
@@ -289,7 +313,7 @@ def test_on_sigterm_everything_ends_by_itself(stack: Stack) -> None:
     stack.compose("stop")
     codes = {
         service: stack.containers(service, stopped=True)[0]["State"]["ExitCode"]
-        for service in ("router", "prefill", "decode", "redis")
+        for service in ("router", "prefill", "decode", "redis", "state")
     }
     assert codes == dict.fromkeys(codes, 0)
     stack.down()

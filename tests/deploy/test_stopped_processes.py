@@ -7,11 +7,11 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
-import openai
 import psutil
 import pytest
 
 from tests.support.cluster import MODEL, Cluster, running_cluster
+from tests.support.lazily import openai
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(300)]
 

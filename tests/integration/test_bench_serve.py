@@ -26,7 +26,8 @@ def test_lengths_are_exact_and_greedy_answers_are_the_same_alone_and_in_a_crowd(
         assert (result["completed"], result["failed"]) == (6, 0)
         assert result["input_lens"] == [80] * 6
         assert result["output_lens"] == [8] * 6
-        assert all(0 < ttft < e2el for ttft, e2el in zip(result["ttfts"], result["e2els"], strict=True))
+        # Equal when a busy client reads all of an answer's events at once.
+        assert all(0 < ttft <= e2el for ttft, e2el in zip(result["ttfts"], result["e2els"], strict=True))
     assert crowd["generated_texts"] == alone["generated_texts"]
     assert crowd["max_concurrent_requests"] > alone["max_concurrent_requests"] == 1
 

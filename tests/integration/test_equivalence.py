@@ -1,6 +1,6 @@
-"""Promise 1 with real processes, in float32: tokens depend neither on other requests nor on disaggregation.
+"""Promise 1 with real processes: tokens depend neither on other requests nor on disaggregation.
 
-Only the full depth runs 32 streams of 24 tokens instead of 16 streams of 10.
+Only the full depth computes in float32, and runs 32 streams of 24 tokens instead of 16 streams of 10.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ requests then arrive all at once, at workers with warm or cold caches, without a
 threads and other chunk sizes, streamed instead of whole, and at a worker that runs out of blocks. Every byte stays the
 same except ids, times and the number of cached tokens.
 
-Only the full depth serves all layers of the default model instead of the first four, and sends 50 requests instead of
-20, which combine prompts and options in more ways.
+Only the full depth serves all layers of the default model instead of the first four, sends 50 requests instead of 20,
+which combine prompts and options in more ways, and sends each alone to warm caches without a prefill worker.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ async def test_a_crowd_with_cold_caches_and_no_prefill_worker_changes_nothing(
     await _assert_answers(monolithic, CALLS[::-1], alone[::-1], at_once=len(CALLS))
 
 
+@pytest.mark.skipif(not depth.IS_FULL, reason="a crowd has warm caches, too: `make test-all ARGS=full-depth` runs it")
 async def test_each_request_alone_with_warm_caches_and_no_prefill_worker_has_the_same_answer(
     monolithic: Cluster, alone: list[str]
 ) -> None:

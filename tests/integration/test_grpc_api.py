@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -32,10 +34,48 @@ def test_tokens_are_streamed_and_the_last_message_has_the_usage(cluster: Cluster
 
 
 @pytest.mark.parametrize(
+    ("structure", "pattern"),
+    [
+        (pb.StructuredOutput(regex="[a-f]{5}"), "[a-f]{5}"),
+        (pb.StructuredOutput(choice=pb.Texts(texts=["one", "two"])), "one|two"),
+        (pb.StructuredOutput(json_schema='{"enum": [1, "b"]}', disable_any_whitespace=True), '1|"b"'),
+    ],
+)
+def test_outputs_have_the_structure_that_was_requested(
+    cluster: Cluster, structure: pb.StructuredOutput, pattern: str
+) -> None:
+    with grpc.insecure_channel(cluster.grpc_address) as channel:
+        request = _request(structured_output=structure)
+        messages = list(pb_grpc.InferenceServiceStub(channel).Generate(request, timeout=60))
+    assert re.fullmatch(pattern, "".join(choice.text for message in messages for choice in message.choices))
+
+
+def test_embeddings_are_those_of_the_http_api(cluster: Cluster) -> None:
+    texts = ["Once upon a time", "The sea is cold in winter."]
+    request = pb.EmbedRequest(
+        model=MODEL, inputs=[pb.EmbedInput(text=text) for text in texts], dimensions=64, pooling="mean"
+    )
+    with grpc.insecure_channel(cluster.grpc_address) as channel:
+        answer = pb_grpc.InferenceServiceStub(channel).Embed(request, timeout=60)
+    with cluster.client() as client:
+        same = client.embeddings.create(
+            model=MODEL, input=texts, dimensions=64, extra_body={"pooling": "mean"}, encoding_format="float"
+        )
+    assert [list(each.values) for each in answer.embeddings] == [each.embedding for each in same.data]
+    assert answer.usage.prompt_tokens == same.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
     ("fields", "code", "needle"),
     [
         ({"model": "gpt-17"}, grpc.StatusCode.NOT_FOUND, "gpt-17"),
         ({"text": ""}, grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
+        ({"structured_output": pb.StructuredOutput()}, grpc.StatusCode.INVALID_ARGUMENT, "structured_output"),
+        (
+            {"structured_output": pb.StructuredOutput(json_schema='{"items": {"not": {}}}')},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "structured_outputs.json.items",
+        ),
         ({"sampling": pb.ClientSampling(n=1000)}, grpc.StatusCode.INVALID_ARGUMENT, "128"),
         ({"sampling": pb.ClientSampling(temperature=float("nan"))}, grpc.StatusCode.INVALID_ARGUMENT, "temperature"),
     ],

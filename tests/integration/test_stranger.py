@@ -14,7 +14,6 @@ import urllib.request
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import openai
 import pytest
 
 from kvtransfer.handover.introduction import Introduction, introduction_to_proto
@@ -35,6 +34,7 @@ from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc, diagnostics_pb2,
 from pdserve.v1 import prefill_pb2_grpc as prefill_grpc
 from tests.support.cluster import MODEL, Cluster
 from tests.support.exposed import PROMPT, stream_address, streams, ucx_ports
+from tests.support.lazily import openai
 from tests.support.ucx_garbage import send_garbage
 
 Attempt = Callable[[], Coroutine[Any, Any, None]]

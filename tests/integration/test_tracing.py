@@ -11,7 +11,7 @@ import pytest
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import Span
 from tests.support.cluster import MODEL, SETTLE_S, Cluster, running_cluster
-from tests.support.default_model import model_for_depth
+from tests.support.default_model import EXACT_DTYPE, model_for_depth
 from tests.support.spans import Collector, collecting, tree
 
 ROOT = "POST /v1/completions"
@@ -47,7 +47,7 @@ def collector() -> Iterator[Collector]:
 def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
     """A cluster in which a prefill worker computes every prompt, and only sampled contexts of clients are traced."""
     flags = ("--otlp-endpoint", collector.url, "--trace-sample-ratio", "0", "--log-format", "json")
-    flags += ("--local-prefill-threshold", "0", "--dtype", "float32", "--kv-cache-memory", "64MiB")
+    flags += ("--local-prefill-threshold", "0", "--dtype", EXACT_DTYPE, "--kv-cache-memory", "64MiB")
     model = model_for_depth(tmp_path_factory.mktemp("model"))
     with running_cluster(tmp_path_factory.mktemp("traced"), *flags, model=model) as started:
         yield started
@@ -57,8 +57,9 @@ def complete(cluster: Cluster, first: int, trace: TraceContext | None = None) ->
     headers = {} if trace is None else {"traceparent": trace.traceparent}
     prompt = [first, *((first * 37 + 11 * index) % 40_000 + 100 for index in range(1, 200))]
     client = cluster.client()
+    # Tokens enough for a busy prefill worker to learn of its commit meanwhile: else there is no span of it.
     return client.completions.create(
-        model=MODEL, prompt=prompt, max_tokens=6, temperature=1, seed=7, extra_headers=headers
+        model=MODEL, prompt=prompt, max_tokens=64, temperature=1, seed=7, extra_headers=headers
     )
 
 

@@ -18,7 +18,8 @@ from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.pace import Pace
-from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, Sequence, SequenceLimits
+from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, Sequence
+from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.engine.step import Grant, StepPlan
 from tests.model_check.search import Broken
 

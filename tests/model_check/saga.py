@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from pdserve.base.errors import (
     DeadlineExceeded,
+    Draining,
     InvalidTransition,
     NoFreeBlocks,
     PdserveError,
@@ -24,7 +26,7 @@ from pdserve.base.errors import (
     TransferError,
 )
 from pdserve.base.ids import RequestId
-from pdserve.base.sampling import SamplingParams
+from pdserve.base.sampling import SCORING_VERSION, SamplingParams, TokenLogprobs
 from pdserve.base.wire import sampling_to_wire
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2
@@ -38,6 +40,7 @@ from router_svc.request.context import RequestContext
 from router_svc.request.decode_attempt import DecodeAttempt
 from router_svc.request.recovery import MAX_BROKEN
 from router_svc.request.saga import Saga
+from router_svc.request.scoring import Scoring
 from router_svc.routing.cluster import PrefixHashes
 from router_svc.routing.in_flight import QueuedPrompt
 from router_svc.routing.incarnation import incarnation_of
@@ -117,6 +120,26 @@ async def _prefill(context: Any, placement: Any, ticket: Any, call: Any) -> None
     raise _reported(TransferError("it failed")) if decision == "prefill-fails" else cluster.lose(placement.worker)
 
 
+async def _score(scoring: Any, placement: Any) -> list[TokenLogprobs]:
+    """In place of the call to a prefill worker that scores the prompt."""
+    context = scoring._context
+    cluster: SagaCluster = context.cluster
+    context.journal.chose_prefill(placement, scores=True)
+    cluster.new_scoring(context.journal.record.attempt)
+    match await cluster.decide("scored", "prefill-lost", "prefill-drains", "prefill-fails"):
+        case "scored":
+            return [TokenLogprobs(logprob=-1.0, rank=1)] * 39
+        case "prefill-fails":
+            raise _reported(TransferError("it failed"))
+        case "prefill-drains":
+            raise _reported(Draining("it drains"))
+    raise cluster.lose(placement.worker)
+
+
+async def _no_delivery(context: object, scores: object) -> None:
+    """The client has the scores."""
+
+
 class _Run:
     """In place of `MigratingRun`: one call, and no moves."""
 
@@ -150,15 +173,16 @@ def _reported(error: PdserveError) -> PdserveError:
     return error
 
 
-def _new_saga(cluster: SagaCluster) -> tuple[Saga, Journal]:
-    record = Record.new(_GENERATION, accepted_at=0.0, clock=lambda: 0.0)
+def _new_saga(cluster: SagaCluster, bounds: Bounds) -> tuple[Saga, Journal]:
+    generation = replace(_GENERATION, prompt_logprobs=0 if bounds.scores else None)
+    record = Record.new(generation, accepted_at=0.0, clock=lambda: 0.0)
     nothing: Any = Nothing()
     journal = Journal(record, nothing, nothing)
     any_cluster: Any = cluster
     any_output: Any = cluster.output
     context = RequestContext(
-        generation=_GENERATION,
-        hashes=PrefixHashes(_GENERATION.prompt, b""),
+        generation=generation,
+        hashes=PrefixHashes(generation.prompt, b""),
         cluster=any_cluster,
         journal=journal,
         output=any_output,
@@ -184,7 +208,7 @@ class SagaWorld:
         self._bounds = bounds
         self._path = path
         self._cluster = SagaCluster(bounds)
-        self._saga, self._journal = _new_saga(self._cluster)
+        self._saga, self._journal = _new_saga(self._cluster, bounds)
         self._waits_for: tuple[str, ...] = ()
         coroutine = self._coroutine = self._saga.run()
         try:
@@ -240,8 +264,11 @@ class SagaWorld:
         run = locals_of[1] if len(locals_of) > 1 else {}
         call = next((each["self"]._call for each in locals_of if isinstance(each.get("self"), DecodeAttempt)), None)
         until = run.get("until_capacity", 0.0)
+        scoring = next((each["self"] for each in locals_of if isinstance(each.get("self"), Scoring)), None)
         return (
             self._journal.record.state,
+            self._journal._is_scored,
+            scoring and (cluster.now < scoring._patient_until, frozenset(scoring._draining)),
             self._waits_for,
             *(frozenset(each) for each in (saga._failed_decode, saga._avoided_decode, saga._met_decode)),
             min(saga._failures, 3),
@@ -267,6 +294,11 @@ class SagaWorld:
             return
         if not saga._deaths.may_reach("decode"):  # It waits for prefill workers alone.
             return
+        if self._bounds.scores and not self._journal._is_scored:
+            context = saga._context
+            if context.choose_without_output(SCORING_VERSION) is not None:
+                raise Broken(f"the request fails ({error}) although a prefill worker could score it")
+            return
         untried = [
             each.worker_id for each in cluster.ready("decode") if incarnation_of(each) not in saga._failed_decode
         ]
@@ -291,5 +323,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     pauses = SimpleNamespace(sleep=_sleep, timeout_at=lambda when: nullcontext())
     patch.setattr(saga, "MigratingRun", _Run)
     patch.setattr(decode_attempt, "prefill", _prefill)
+    patch.setattr(Scoring, "_attempt", _score)
+    patch.setattr(RequestContext, "deliver_scores", _no_delivery)
     patch.setattr(Saga, "_now", lambda self: self._cluster.now)
     patch.setattr(saga, "asyncio", pauses)

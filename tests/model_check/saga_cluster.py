@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 from pdserve.base.errors import PeerLost
-from pdserve.base.ids import RouterId
+from pdserve.base.ids import Epoch, RouterId
+from pdserve.base.sampling import SAMPLING_VERSION
 from pdserve.base.workers import Tier, WorkerRecord
 from router_svc.routing.in_flight import InFlight
 from router_svc.routing.incarnation import incarnation_of
@@ -27,9 +28,15 @@ class Bounds:
     prefill: int = 1
     #: Decisions that are never made.
     never: frozenset[str] = frozenset()
-    fair: frozenset[str] = frozenset({"done", "ticket", "started", "committed", "time", "pause"})
+    fair: frozenset[str] = frozenset({"done", "ticket", "started", "committed", "scored", "time", "pause"})
     losses: int = 2
     tokens: int = 1
+    #: The prompt is scored before anything else.
+    scores: bool = False
+
+
+def _record(name: str, tier: Tier) -> WorkerRecord:
+    return replace(worker_record(name, tier=tier), sampling_version=SAMPLING_VERSION)
 
 
 class Waiting:
@@ -87,19 +94,18 @@ class SagaCluster:
     """The cluster as one request sees it."""
 
     def __init__(self, bounds: Bounds) -> None:
-        self.now = 0.0
+        self.now = self.ready_seconds = 0.0
         self.output = Output()
         self.ready_until: dict[Tier, float] = {"decode": 0.0, "prefill": 0.0}
         self.in_flight = InFlight(RouterId(ME))
         self._losses, self._tokens = bounds.losses, bounds.tokens
         tiers: tuple[tuple[Tier, int], ...] = (("decode", bounds.decode), ("prefill", bounds.prefill))
         names = [(tier, f"{tier[0]}{number}") for tier, count in tiers for number in range(count)]
-        self._alive = {name: worker_record(name, tier=tier) for tier, name in names}
+        self._alive = {name: _record(name, tier) for tier, name in names}
         self._lost: dict[str, WorkerRecord] = {}
         self.directory = SimpleNamespace(
             mark_lost=self._mark_lost,
             mark_alive=lambda worker_id, epoch: None,
-            ready_seconds=0.0,
             version=0,
             wait_for_change=self._wait_for_change,
         )
@@ -111,6 +117,7 @@ class SagaCluster:
             local_prefill_by_load=False,
             local_prefill_threshold=0,
             silence=SimpleNamespace(of_start=lambda worker: None),
+            no_decode_worker="No decode worker is ready.",
         )
         #: Whether the worker that was lost last has named the request in its note.
         self._is_own = False
@@ -118,7 +125,7 @@ class SagaCluster:
         self._max_at_once = bounds.decode + bounds.tokens + 2
         #: Calls to decode workers since the last pause.
         self.at_once = 0
-        self._last_attempt = 0
+        self._last_attempt = self._last_scored = 0
 
     def key(self) -> Hashable:
         """All that decides what may happen next."""
@@ -171,7 +178,7 @@ class SagaCluster:
             self.now += _LONG_S
         elif decision != "heartbeat":
             before = self._lost.pop(decision.split()[1])
-            again = worker_record(str(before.worker_id), tier=before.tier, epoch=before.epoch + 1)
+            again = replace(before, epoch=Epoch(before.epoch + 1))
             self._alive[str(before.worker_id)] = again
 
     # What must hold.
@@ -180,6 +187,12 @@ class SagaCluster:
         self.at_once += 1
         if self.at_once > self._max_at_once:
             raise Broken(f"{self.at_once} calls without a pause")
+
+    def new_scoring(self, attempt: int) -> None:
+        """A prefill worker is asked for scores."""
+        if attempt <= self._last_scored:
+            raise Broken(f"attempt {attempt} asks for scores after attempt {self._last_scored}: it is stale")
+        self._last_scored = attempt
 
     def new_attempt(self, attempt: int) -> None:
         """A worker hears of an attempt for the first time."""

@@ -31,11 +31,11 @@ CASES = {
     "two layer groups that are copied": {"num_blocks": 1, "layer_groups": 2, "copies": True},
     "a death and an abort": {"num_blocks": 1, "deaths": 1, "aborts": 1, "copies": True},
     "a renewed ticket": {"num_blocks": 1, "renewals": 1, "is_coarse": True},
+    "a stale commit": {"num_blocks": 1, "renewals": 1, "stray_commits": 1, "is_coarse": True},
 }
 DEEP = {
     "two damaged blocks": {"num_blocks": 2, "damages": 1, "losses": 1},
     "a renewed ticket in small steps": {"num_blocks": 1, "renewals": 1, "copies": True},
-    "a stale commit": {"num_blocks": 1, "renewals": 1, "stray_commits": 1, "is_coarse": True},
     "a renewed ticket and a damaged message": {"num_blocks": 1, "renewals": 1, "damages": 1, "is_coarse": True},
     "a renewed ticket and a death": {"num_blocks": 1, "renewals": 1, "deaths": 1, "is_coarse": True},
 }

@@ -11,7 +11,7 @@ from decode_svc.request import TRANSITIONS, DecodeMove, DecodePhase, ScheduledRe
 from decode_svc.reservations import Reservations
 from decode_svc.scheduler import DecodeScheduler
 from pdserve.engine.block_manager import BlockManager
-from pdserve.engine.running import RunningSet
+from pdserve.engine.running import Room, RunningSet
 from tests.model_check.reservations import Bounds, Job, ReservationWorld
 from tests.model_check.search import Counterexample, Searched, search
 from tests.support.depth import IS_FULL
@@ -89,7 +89,7 @@ def _finish_in_silence(scheduler: Any, request: Any, outcome: Any) -> None:
 _finish = DecodeScheduler._finish
 
 
-def _within_the_share(reservations: Any, num_blocks: int) -> bool:
+def _within_the_share(reservations: Any, num_blocks: int, room: Room) -> bool:
     fits: bool = reservations._num_missing + num_blocks <= reservations._limits.max_reserved_blocks
     return fits
 

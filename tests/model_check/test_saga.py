@@ -15,6 +15,7 @@ from router_svc.request import saga
 from router_svc.request.decode_attempt import DecodeAttempt
 from router_svc.request.recovery import NextStep
 from router_svc.request.saga import Saga
+from router_svc.request.scoring import Scoring
 from tests.model_check.saga import SagaWorld, install
 from tests.model_check.saga_cluster import Bounds
 from tests.model_check.search import Counterexample, Searched, search
@@ -27,6 +28,14 @@ CASES = {
     "a worker of each tier, and a loss": Bounds(decode=1, losses=1, tokens=0, never=frozenset({"lost-lease"})),
     "two prefill workers": Bounds(decode=1, prefill=2, never=frozenset({"refused", "breaks"}), **_NO_LOSS),
     "two decode workers": Bounds(prefill=0, losses=1, tokens=0, never=frozenset({"lost-own", "lost-lease", "late"})),
+    "a prompt that is scored": Bounds(
+        decode=1,
+        prefill=2,
+        losses=1,
+        tokens=0,
+        scores=True,
+        never=frozenset({"refused", "breaks", "lost-lease", "late", "lost-own", "wrong", "stale-ticket"}),
+    ),
     "workers that stay full": Bounds(prefill=0, never=_FULL, fair=_REFUSED, **_NO_LOSS),
     "workers that stay away": Bounds(prefill=0, never=frozenset({"return", "late", "refused", "wrong"}), tokens=0),
 }
@@ -66,6 +75,7 @@ def test_every_state_of_a_request_is_reached(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(RequestProgress, "advance", watched)
     checked("two prefill workers")
+    checked("a prompt that is scored")
     assert seen == set(RequestState) - {RequestState.CANCELLED}
 
 
@@ -86,6 +96,15 @@ def test_giving_up_although_there_is_another_worker_is_found(monkeypatch: pytest
     monkeypatch.setattr(saga, "after_decode_failure", lambda *_, **__: NextStep.FAIL)
     with pytest.raises(Counterexample, match="could take it"):
         checked("two decode workers")
+
+
+def test_scores_that_are_given_up_although_a_worker_could_make_them_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def impatient(scoring: Any, placement: Any, error: PdserveError) -> None:
+        raise error
+
+    monkeypatch.setattr(Scoring, "_failed", impatient)
+    with pytest.raises(Counterexample, match="could score it"):
+        checked("a prompt that is scored")
 
 
 def test_an_attempt_with_an_old_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,14 @@ from tests.simulation.router import PORT, CancelRequest, ClientRequest, letters
 ENDED_BY_CLIENT = ("left", "cancelled", "deadline")
 #: Virtual seconds after which a request has not ended, whatever happens.
 HANGS_AFTER_S = 400.0
+#: Virtual seconds for which a client reads nothing, in all: far from those.
+_MAX_PAUSED_S = 100.0
 #: Virtual seconds within which an end by the client reaches everyone, while nothing else happens: a step, and messages.
 CALM_S = 0.25
 #: The same at the router, and where it has to write to Redis that the stream is over.
 ANSWER_S, WRITE_S = 0.005, 0.1
+#: How a router that ends refuses requests.
+_ROUTER_ENDS = "Draining: The router is shutting down."
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,8 @@ class Workload:
         """A request with a random choice of features."""
         chance = self._chance
         max_tokens = chance.choice((1, 2, 3, 4, 4, 5, 6, 8, 12))
-        if chance.random() < 0.06:  # Long enough to move to another worker.
-            max_tokens = chance.randrange(12, self._longest_output)
+        if chance.random() < 0.1:  # Long enough to have copies, and to move to another worker.
+            max_tokens = chance.randrange(max(12, self._longest_output // 2), self._longest_output)
         n = chance.choice((1, 1, 1, 1, 1, 1, 2, 3))
         sampled = chance.random() < 0.6
         stop = ()
@@ -167,6 +171,9 @@ class Client:
         self._unsure = 0
         #: How often a router refused it because of a long queue, before anything was done for it.
         self.refusals = 0
+        #: How often a router did so because it ended.
+        self.turned_away = 0
+        self._paused_s = 0.0
         #: Whether a router has answered that it has cancelled the request; None: no router has answered.
         self.is_cancelled: bool | None = None
         #: Since when the request is open, for the attempt that is under way.
@@ -234,6 +241,10 @@ class Client:
             self.ended_at = self._network.loop.time()
             end.reset()
             return
+        if self._is_turned_away():
+            await asyncio.sleep(0.1)
+            self.outcome = "cancelled" if self.is_cancelled else ""
+            return
         if self._is_to_resume():
             await asyncio.sleep(0.2)
             return
@@ -262,6 +273,14 @@ class Client:
             last_event_id=self._last_event_id,
         )
 
+    def _is_turned_away(self) -> bool:
+        """Whether the router has refused the request because it ends: the client turns to another one."""
+        if self.outcome != "error" or not self.error.startswith(_ROUTER_ENDS) or self._has_tokens:
+            return False
+        self.outcome = self.error = ""
+        self.turned_away += 1
+        return True
+
     def _is_to_resume(self) -> bool:
         """Whether the stream goes on elsewhere, or starts anew since no router can go on with it."""
         self._unsure += self._is_resuming and (not self.outcome or self.error.startswith("StoreError"))
@@ -287,9 +306,11 @@ class Client:
                     end.reset()
                     over.set()
                     return
-            if self.behaviour.pauses_s and self._network.chance.random() < 0.3:
+            pauses_s = self.behaviour.pauses_s if self._paused_s < _MAX_PAUSED_S else 0.0
+            if pauses_s and self._network.chance.random() < 0.3:
+                self._paused_s += pauses_s
                 end.pause()
-                self._network.loop.call_later(self.behaviour.pauses_s, end.resume)
+                self._network.loop.call_later(pauses_s, end.resume)
             return
         if kind == "keep-alive":
             return

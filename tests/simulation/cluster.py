@@ -76,12 +76,19 @@ class SimulatedCluster:
             worker.terminate()
             self._await_end(worker)
 
-    def _await_end(self, worker: SimulatedWorker) -> None:
-        if worker.process.is_dead:
-            if worker.has_ended and self.workers[worker.name] is worker:
-                self._start_later(worker.name, 0.5)
+    def terminate_router(self, name: str, grace_s: float) -> None:
+        """The same for a router, whose requests have so much time to end."""
+        router = self.routers[name]
+        if router.is_ready and not router.process.is_dead:
+            router.terminate(grace_s)
+            self._await_end(router)
+
+    def _await_end(self, ending: SimulatedWorker | SimulatedRouter) -> None:
+        if ending.process.is_dead:
+            if ending.has_ended and ending in (self.workers.get(ending.name), self.routers.get(ending.name)):
+                self._start_later(ending.name, 0.5)
         else:
-            self._later(0.2, self._await_end, worker)
+            self._later(0.2, self._await_end, ending)
 
     def restart_redis(self, *, after_s: float, loses_data: bool) -> None:
         """As SIGKILL of Redis, with or without its file."""
@@ -136,7 +143,7 @@ def random_plan(chance: Random) -> WorkerPlan:
     """Settings of workers, small enough that memory is short now and then."""
     is_staged = chance.random() < 0.4
     return WorkerPlan(
-        num_blocks={"prefill": chance.choice((24, 60)), "decode": chance.choice((18, 26, 60))},
+        num_blocks={"prefill": chance.choice((24, 60)), "decode": chance.choice((18, 26, 60, 160, 160))},
         lease_s=chance.choice((3.0, 8.0)),
         layer_groups=chance.choice((1, 2)),
         is_staged=is_staged,

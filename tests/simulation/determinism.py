@@ -61,7 +61,7 @@ def _replace_in_modules(clocks: dict[Any, Callable[[], float]]) -> None:
             if inspect.isbuiltin(value) and value in clocks:
                 setattr(module, key, clocks[value])
             elif inspect.isclass(value) and value.__module__ == name:
-                for member in vars(value).values():
+                for member in list(vars(value).values()):  # Looking at some adds to the class.
                     _replace_defaults(member, clocks)
             elif inspect.isfunction(value):
                 _replace_defaults(value, clocks)

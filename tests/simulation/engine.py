@@ -50,6 +50,8 @@ class SimulatedRunner:
     """Implements what `Stepper` uses of `pdserve.engine.runner.Runner`."""
 
     overlaps = False
+    #: A step takes no time; the wait for it comes afterwards.
+    interrupt = None
 
     def __init__(self, kv_cache: KvCache) -> None:
         self.kv_cache = kv_cache

@@ -19,8 +19,6 @@ from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any
 
-from router_svc.records.journal import Journal
-from router_svc.records.migration import MigrationOutcome
 from tests.simulation import determinism, tcp
 from tests.simulation.clients import CALM_S, ENDED_BY_CLIENT, Client, Workload
 from tests.simulation.cluster import SimulatedCluster, random_plan
@@ -28,6 +26,7 @@ from tests.simulation.engine import STEP_CLOCK, SimulatedStepLoop
 from tests.simulation.faults import Faults, plan_faults
 from tests.simulation.loop import Process, SimulatedLoop, Stuck
 from tests.simulation.network import Network
+from tests.simulation.phases import Phases
 from tests.simulation.worker import LONGEST_PROMPT
 
 #: Requests per virtual second, on average.
@@ -46,6 +45,9 @@ class Report:
     violations: list[str] = field(default_factory=list)
     outcomes: dict[str, int] = field(default_factory=dict)
     fault_kinds: dict[str, int] = field(default_factory=dict)
+    #: Phases of moves and copies, and how often an aimed fault has hit each.
+    phases: dict[str, int] = field(default_factory=dict)
+    phases_hit: dict[str, int] = field(default_factory=dict)
     trace: str = ""
     messages: int = 0
     virtual_s: float = 0.0
@@ -89,9 +91,7 @@ class Episode:
         logging.getLogger().setLevel(logging.ERROR)
         logging.getLogger().addHandler(_Errors(self._errors))
         self.clients: list[Client] = []
-        #: Requests that have moved to another decode worker while they ran.
-        self._moves = 0
-        self._count_moves()
+        self._phases = Phases()
 
     def run(self) -> Report:
         """The report of the whole episode."""
@@ -117,7 +117,8 @@ class Episode:
         cluster = self.cluster = SimulatedCluster(self.network, plan, threshold=threshold, resume_timeout_s=resume_s)
         await self._until(lambda: cluster.all_ready, 60.0)
         duration_s = max(2.0, report.requests / _RATE)
-        faults = Faults(cluster)
+        self._phases.cluster = cluster
+        faults = Faults(cluster, self._phases)
         for fault in plan_faults(chance, report.faults, duration_s):
             loop.call_later(fault.at, faults.strike, fault, context=Context())
         crowd = Process("clients")
@@ -135,15 +136,6 @@ class Episode:
         await self._quiet(cluster)
         report.fault_kinds = dict(sorted((faults.done | cluster.wire_faults.done).items()))
         await self._end(cluster)
-
-    def _count_moves(self) -> None:
-        moved = Journal.moved
-
-        def counting(journal: Journal, outcome: MigrationOutcome, **named: Any) -> None:
-            self._moves += outcome in (MigrationOutcome.MOVED, MigrationOutcome.SOURCE_LOST)
-            moved(journal, outcome, **named)
-
-        Journal.moved = counting  # type: ignore[method-assign]
 
     async def _request(self, client: Client, at: float, routers: list[str]) -> None:
         await asyncio.sleep(at)
@@ -170,17 +162,19 @@ class Episode:
 
     def _judge(self) -> None:
         counts = Counter(dict.fromkeys(("done", *ENDED_BY_CLIENT), 0))
+        counts.update({f"moved: {reason}": count for reason, count in self._phases.moved.items()})
         for client in self.clients:
             counts[client.outcome] += 1
             counts["routers lost"] += client.lost_routers
-            counts["moved"] = self._moves
             counts["resumed"] += client.resumed
             counts["joined"] += client.joined
             counts["refused for a long queue"] += client.refusals
+            counts["turned away by a router that ends"] += client.turned_away
             wrong = client.fault()
             if wrong is not None:
                 self.report.violations.append(f"request {client.generation.request_id}: {wrong}")
         self.report.outcomes = dict(sorted(counts.items()))
+        self.report.phases, self.report.phases_hit = self._phases.seen, self._phases.hit
 
     async def _quiet(self, cluster: SimulatedCluster) -> None:
         """Waits until nothing is held, at most for as long as a lease and a closing connection may take."""
@@ -197,23 +191,29 @@ class Episode:
             await asyncio.sleep(0.5)
 
     async def _end(self, cluster: SimulatedCluster) -> None:
-        """Every worker ends by itself: nothing of it may be left in its process or in Redis."""
+        """Every process ends by itself, workers first: nothing of it may be left in it or in Redis."""
         cluster.is_over = True
-        for worker in cluster.workers.values():
+        workers, routers = cluster.workers.values(), cluster.routers.values()
+        for worker in workers:
             worker.terminate()
-        await self._until(lambda: all(worker.has_ended for worker in cluster.workers.values()), 40.0)
-        for worker in cluster.workers.values():
-            if not worker.has_ended:
-                self.report.violations.append(f"{worker.name} did not end")
-            left = [task.get_name() for task in worker.process.tasks if not task.done()]
+        await self._until(lambda: all(worker.has_ended for worker in workers), 40.0)
+        # A heartbeat may have come after the removal; its record expires, and routers see it.
+        await asyncio.sleep(7.0)
+        for router in routers:
+            router.terminate(0.0)
+        await self._until(lambda: all(router.has_ended for router in routers), 40.0)
+        for each in (*workers, *routers):
+            if not each.has_ended:
+                self.report.violations.append(f"{each.name} did not end")
+            # An operator's drain may last longer than its worker.
+            left = [task.get_name() for task in each.process.tasks if not task.done() and task.get_name() != "drain"]
             if left:
-                self.report.violations.append(f"{worker.name} left tasks behind: {sorted(left)[:5]}")
-        await self._check_redis(cluster)
+                self.report.violations.append(f"{each.name} left tasks behind: {sorted(left)[:5]}")
+        self._check_redis(cluster)
 
-    async def _check_redis(self, cluster: SimulatedCluster) -> None:
-        await asyncio.sleep(7.0)  # A heartbeat may have come after the removal; its record expires.
+    def _check_redis(self, cluster: SimulatedCluster) -> None:
         data = cluster.redis.data
-        allowed = {b"pd:workers", b"pd:kv-workers", b"pd:kv-head", b"pd:kv-events", b"pd:reqs"}
+        allowed = {b"pd:workers", b"pd:workers-mark", b"pd:kv-workers", b"pd:kv-head", b"pd:kv-events", b"pd:reqs"}
         forever = sorted(key for key in data.keys if key not in data.expires and key not in allowed)
         if forever:
             self.report.violations.append(f"Redis keeps {forever[:5]} forever")

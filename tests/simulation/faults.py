@@ -12,6 +12,7 @@ from tests.simulation.engine import SimulatedStepLoop
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import SimulatedCluster
+    from tests.simulation.phases import Phases
 
 #: How often each kind happens, relative to the others.
 WEIGHTS: dict[str, float] = {
@@ -19,7 +20,8 @@ WEIGHTS: dict[str, float] = {
     "kill_router": 2,
     "kill_tier": 2,
     "power_off": 2,
-    "terminate": 2,
+    "terminate": 4,
+    "terminate_router": 6,
     "drain": 6,
     "pause": 4,
     "hang": 3,
@@ -32,6 +34,7 @@ WEIGHTS: dict[str, float] = {
     "redis_flush": 2,
     "redis_pause": 2,
     "clock": 3,
+    "aimed": 40,
 }
 _SEGMENTS = ("drop", "repeat", "truncate", "corrupt", "late")
 
@@ -55,8 +58,9 @@ def plan_faults(chance: Random, count: int, duration_s: float) -> list[Fault]:
 class Faults:
     """Makes faults happen to a cluster."""
 
-    def __init__(self, cluster: SimulatedCluster) -> None:
+    def __init__(self, cluster: SimulatedCluster, phases: Phases) -> None:
         self._cluster = cluster
+        self._phases = phases
         self._network = cluster.network
         self._loop = cluster.network.loop
         self.done: dict[str, int] = {}
@@ -68,6 +72,9 @@ class Faults:
         self._network.note("fault", fault.kind)
         action: Callable[[Random], None] = getattr(self, f"_{fault.kind}")
         action(chance)
+
+    def _aimed(self, chance: Random) -> None:
+        self._phases.aim(chance)
 
     def _worker(self, chance: Random) -> str:
         return chance.choice(self._cluster.worker_names)
@@ -94,6 +101,10 @@ class Faults:
 
     def _terminate(self, chance: Random) -> None:
         self._cluster.terminate(self._worker(chance))
+
+    def _terminate_router(self, chance: Random) -> None:
+        grace_s = chance.choice((0.0, 0.02, 0.2, 20.0))
+        self._cluster.terminate_router(chance.choice(self._cluster.router_names), grace_s)
 
     def _drain(self, chance: Random) -> None:
         self._drain_busy(chance.choice((0.05, 0.5, 4.0)), self._loop.time() + 3.0)

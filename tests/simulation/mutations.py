@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from decode_svc.intake import Intake
 from decode_svc.request import DecodePhase
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.session import DecodeSession
@@ -219,6 +220,19 @@ def _send_a_block_twice() -> None:
         await push(transfer, blocks, group=group, after=after)
 
     _set(OutgoingTransfer, "push", pushing)
+
+
+def _damage_a_copy() -> None:
+    """What was copied is not what the prefix cache has then."""
+    end = Intake._end
+
+    def damaging(intake: Any, name: Any, *, is_there: bool) -> None:
+        cache = intake._worker.model.kv_cache
+        if is_there:
+            cache.memory.reshape(cache.num_blocks, -1)[intake._replicas._arriving[name].blocks] ^= 1
+        end(intake, name, is_there=is_there)
+
+    _set(Intake, "_end", damaging)
 
 
 def _ignore_cancels() -> None:

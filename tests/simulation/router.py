@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +83,10 @@ class SimulatedRouter:
     process: Process = field(init=False)
     router: Router | None = None
     is_ready: bool = False
+    has_ended: bool = False
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Requests of clients.
+    _serving: set[StableTask] = field(default_factory=set)
     #: When a request came last, and when it ended.
     times: dict[RequestId, tuple[float, float]] = field(default_factory=dict)
 
@@ -94,8 +98,15 @@ class SimulatedRouter:
         """Runs the process."""
         self.network.loop.start(self.process, self._run(secret), self.name)
 
+    def terminate(self, grace_s: float) -> None:
+        """As SIGTERM: the router refuses what comes, and ends when its requests have, or after the grace."""
+        if self.router is not None:
+            self.router.config = replace(self.router.config, drain_timeout_s=grace_s)
+            self.network.loop.call_soon(self._stop.set, context=self.process.context)
+
     async def _run(self, secret: Any) -> None:
         model: Any = SimpleNamespace(
+            name="simulated",
             tokenizer=Letters(),
             threads=SimpleNamespace(),
             max_position_embeddings=MAX_MODEL_LEN,
@@ -103,9 +114,9 @@ class SimulatedRouter:
             close=lambda: None,
         )
         config = RouterConfig(
-            model="/simulated",
+            model=("/simulated",),
             redis_url="redis://redis:6379",
-            served_model_name="simulated",
+            served_model_name=("simulated",),
             console=False,
             local_prefill_threshold=self.local_prefill_threshold,
             worker_return_timeout_s=self.worker_return_timeout_s,
@@ -114,7 +125,7 @@ class SimulatedRouter:
         async with AsyncExitStack() as stack:
             health = Health(not_ready="starting")
             store = await stack.enter_async_context(open_store(self.network))
-            router = self.router = Router(config, model, store, health)
+            router = self.router = Router(config, [model], store, health)
             if secret is not None:
                 router.cluster.seals._secret = secret
             group = await stack.enter_async_context(service_group())
@@ -124,10 +135,10 @@ class SimulatedRouter:
                 ("mirror", router._mirror.run()),
                 ("request-store", router._request_store.run()),
                 ("usage", router._usage.run()),
-                ("quarantine", router._shared_quarantine.run()),
+                ("quarantine", router._quarantines[0].run()),
                 ("clock-skew", router._clock_skew.run()),
                 ("cancels", router._cancels.run()),
-                ("stream-logs", router._resuming.logs.run()),
+                ("stream-logs", router._logs.run()),
                 ("cluster", router._follow_cluster(grpc_health)),
             ):
                 group.start(work, name=name)
@@ -135,13 +146,28 @@ class SimulatedRouter:
                 await router.cluster.directory.wait_for_change()
             self.network.listen(f"{self.name}:{PORT}", self.process, self._on_open)
             self.is_ready = True
-            await asyncio.Event().wait()
+            await self._stop.wait()
+            self.is_ready = False
+            await router.drain()
+            await self._stop_serving()
+        await router.cluster.channels.close()
+        self.has_ended = True
+        self.network.loop.call_soon(self.network.loop.kill, self.process)
+
+    async def _stop_serving(self) -> None:
+        """As the HTTP server, without the time that it gives responses beyond the drain."""
+        self.network.unlisten(f"{self.name}:{PORT}", self.process)
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
     # One request of a client is a connection.
     def _on_open(self, end: End) -> None:
         def on_item(call: ClientRequest | CancelRequest) -> None:
             serving = self._serve(end, call) if isinstance(call, ClientRequest) else self._cancel(end, call)
             task = self.network.loop.create_task(serving, name="request")
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
             end.on_lost = lambda error: _cancel(task)
 
         end.on_item = on_item
@@ -183,7 +209,7 @@ class SimulatedRouter:
         )
         async with self._opened(call) as opened:
             log = self.router._resuming.new_log(ANONYMOUS, HTTP, shape, [call.generation])
-            async with self.router._requests.run([call.generation], opened=opened, log=log) as stream:
+            async with self.router.models.first.requests.run([call.generation], opened=opened, log=log) as stream:
                 await _pass_on(end, stream, None if log is None else event_ids(log))
 
     async def _resume(self, end: End, call: ClientRequest, last_event_id: str) -> None:
@@ -192,17 +218,17 @@ class SimulatedRouter:
         async with resuming.taken(ANONYMOUS, HTTP, call.generation.request_id, seen) as (log, is_complete):
             ids = event_ids(log, seen)
             if is_complete:
-                await _pass_on(end, ReplayedStream(log, self.router._model.tokenizer), ids)
+                await _pass_on(end, ReplayedStream(log, self.router.models.first.model.tokenizer), ids)
                 return
             async with (
                 self._opened(call) as opened,
-                self.router._requests.run(log.resumable.generations, opened=opened, log=log) as stream,
+                self.router.models.first.requests.run(log.resumable.generations, opened=opened, log=log) as stream,
             ):
                 await _pass_on(end, stream, ids)
 
     def _opened(self, call: ClientRequest) -> AbstractAsyncContextManager[OpenRequest]:
         assert self.router is not None
-        opened = self.router._requests.open
+        opened = self.router._open
         timeout_s = opened.limits.of_header(None) if call.timeout_s is None else call.timeout_s
         return opened.entered(call.generation.request_id, "", timeout_s)
 
@@ -213,8 +239,9 @@ class SimulatedRouter:
             return []
         if router.num_open:
             found.append(f"{router.num_open} requests are open")
-        if router._gate.num_waiting or router._gate.num_admitted:
-            found.append(f"{router._gate.num_waiting} prompts wait and {router._gate.num_admitted} are admitted")
+        gate = router.models.first.gate
+        if gate.num_waiting or gate.num_admitted:
+            found.append(f"{gate.num_waiting} prompts wait and {gate.num_admitted} are admitted")
         in_flight = router.cluster.in_flight
         if in_flight._sequences or in_flight._prompt_tokens:
             found.append(f"work is counted: {in_flight._sequences} sequences, {in_flight._prompt_tokens} tokens")

@@ -22,7 +22,7 @@ from pdserve.base.seals import Seals
 from pdserve.base.tasks import service_group
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.sequence import SequenceLimits
+from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.worker.kv_bytes.host_blocks import staged
 from pdserve.worker.serve import process as worker_process
 from pdserve.worker.serve.announce import WorkerAddresses, announce

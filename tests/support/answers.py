@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from tests.support.cluster import MODEL, Cluster
 Json = Any
 
 COMPLETIONS = "/v1/completions"
+_COMMENT = re.compile(r"^:[^\n]*\n+", re.MULTILINE)
 CHAT = "/v1/chat/completions"
 
 _TOPICS = ("the sea", "a small dog", "prime numbers", "Seoul", "winter", "bread", "a lost key", "trains")
@@ -38,6 +40,12 @@ _PROMPTS = (
     # Whole blocks. If all of them are cached, the last token still has to be computed again.
     " bread" * 128,
 )
+_SCHEMA: Mapping[str, Json] = {
+    "type": "object",
+    "properties": {"title": {"type": "string", "maxLength": 20}, "count": {"type": "integer"}},
+    "required": ["title", "count"],
+    "additionalProperties": False,
+}
 #: `top` is the number of alternatives with log-probabilities. The two endpoints have different fields for it.
 _OPTIONS: tuple[Mapping[str, Json], ...] = (
     {"temperature": 0},
@@ -56,6 +64,26 @@ _OPTIONS: tuple[Mapping[str, Json], ...] = (
     {"temperature": 0, "frequency_penalty": 1.0, "n": 2, "top": 1},
     {"temperature": 0.9, "seed": 21, "stop": ["the"], "include_stop_str_in_output": True, "n": 3},
     {"temperature": 1.1, "seed": 34, "ignore_eos": True, "min_tokens": 6, "stop_token_ids": [28, 30]},
+    {"temperature": 0, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA}}},
+    {"temperature": 0.9, "seed": 55, "structured_outputs": {"regex": "([A-Z][a-z]+ ){2,9}"}, "n": 2, "top": 2},
+    {
+        "temperature": 0.8,
+        "seed": 89,
+        "n": 2,
+        "top": 1,
+        "logprob_token_ids": [28, 30, 260],
+        "allowed_token_ids": [*range(20, 4000, 2)],
+        "bad_words": ["the", "in a", "of the"],
+    },
+)
+#: Short, since it is described in each prompt.
+_TOOLS = [{"type": "function", "function": {"name": "note", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+#: For chats alone.
+_CHAT_OPTIONS: tuple[Mapping[str, Json], ...] = (
+    *({}, {}),
+    {"tools": _TOOLS, "tool_choice": "required"},
+    {"tools": _TOOLS, "tool_choice": {"type": "function", "function": {"name": "note"}}},
+    {"tools": _TOOLS},
 )
 #: Coprime to each other and to the ways of sending: the requests below are all different.
 _LENGTHS = (8, 17, 24, 12, 20)
@@ -96,6 +124,7 @@ def _call(number: int) -> Call:
     top = options.pop("top", None)
     if number % 3 == 1:
         body: dict[str, Json] = {"messages": [{"role": "user", "content": prompt}], **options}
+        body |= _CHAT_OPTIONS[number // 3 % len(_CHAT_OPTIONS)]
         if top is not None:
             body |= {"logprobs": True, "top_logprobs": top}
         return Call(path=CHAT, body=body, stream=number % 4 < 2)
@@ -128,6 +157,9 @@ def canonical(answer: dict[str, Json]) -> str:
     del answer["id"], answer["created"]
     # The number of cached tokens depends on the cache. Nothing else in an answer may.
     del answer["usage"]["prompt_tokens_details"]
+    for choice in answer["choices"]:
+        for call in choice.get("message", {}).get("tool_calls", ()):
+            del call["id"]  # Made of the answer's.
     return json.dumps(answer, ensure_ascii=False, indent=1)
 
 
@@ -139,7 +171,8 @@ def _parse(text: str) -> dict[str, Json]:
 
 def _merge(text: str) -> dict[str, Json]:
     """The events of a stream, merged into the answer that an unstreamed request would get."""
-    lines = text.split("\n\n")
+    # A stream that is silent for long has comments.
+    lines = _COMMENT.sub("", text).split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""], f"the stream ends with {lines[-2:]}"
     chunks = [_parse(line.removeprefix("data: ")) for line in lines[:-2]]
     first, last = chunks[0], chunks[-1]
@@ -171,7 +204,7 @@ def _empty(piece: dict[str, Json]) -> dict[str, Json]:
 def _add(choice: dict[str, Json], piece: dict[str, Json]) -> None:
     assert choice["finish_reason"] is None, f"choice {piece['index']} goes on after its end"
     if "delta" in piece:
-        choice["message"]["content"] += piece["delta"].get("content", "")
+        _add_delta(choice["message"], piece["delta"])
     else:
         choice["text"] += piece["text"]
     for name, values in (piece["logprobs"] or {}).items():
@@ -181,6 +214,18 @@ def _add(choice: dict[str, Json], piece: dict[str, Json]) -> None:
             choice["logprobs"][name] = [*(choice["logprobs"][name] or ()), *values]
     choice["finish_reason"] = piece["finish_reason"]
     choice["stop_reason"] = piece.get("stop_reason")
+
+
+def _add_delta(message: dict[str, Json], delta: dict[str, Json]) -> None:
+    message["content"] = (message["content"] or "") + delta.get("content", "")
+    for call in delta.get("tool_calls", ()):
+        calls = message.setdefault("tool_calls", [])
+        if call["index"] == len(calls):
+            function = {"name": call["function"]["name"], "arguments": ""}
+            calls.append({"id": call["id"], "type": call["type"], "function": function})
+        calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    if "tool_calls" in message:
+        message["content"] = message["content"] or None
 
 
 def differences(calls: Sequence[Call], answers: Sequence[str], expected: Sequence[str]) -> str:

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.cli.router_client import get_model
 from pdserve.cli.status import ClusterStatus, WorkerStatus
+from tests.support.lazily import anthropic, ollama, openai
 
 MODEL = "smollm2-135m-instruct"
 READY_S = 180.0
@@ -99,6 +99,14 @@ class Cluster:
     def client(self, **options: object) -> openai.OpenAI:
         """The real client, without its own retries."""
         return openai.OpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=100, **options)  # type: ignore[arg-type]
+
+    def anthropic_client(self) -> anthropic.AsyncAnthropic:
+        """Anthropic's client. The caller closes it."""
+        return anthropic.AsyncAnthropic(base_url=self.base_url, api_key="none", max_retries=0, timeout=120)
+
+    def ollama_client(self) -> ollama.AsyncClient:
+        """Ollama's client. The caller closes it."""
+        return ollama.AsyncClient(host=self.base_url, timeout=120)
 
     def async_client(self) -> openai.AsyncOpenAI:
         """Like `client`, for concurrent requests."""

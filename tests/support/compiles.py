@@ -13,6 +13,7 @@ import sys
 import warnings
 from array import array
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from kernels.bench.inputs import BLOCK_SIZE, blocks_of, kv_rows, rotations
 from kernels.bench.shapes import LLAMA_8B, random_weights
 from kernels.bench.work import Spans
-from kernels.decoder import DecoderShape
+from kernels.decoder import DecoderShape, DecoderWeights
 from kernels.triton import blocks
 from kernels.triton.decoder import TritonDecoder
 from kernels.triton.ops import TritonOps
@@ -37,6 +38,9 @@ SHARED_BYTES = 227 << 10
 _LLAMA = replace(LLAMA_8B, vocab_size=1024, intermediate_size=2048, windows=(None,))
 _WIDE = replace(_LLAMA, hidden_size=512, num_heads=4, num_kv_heads=2, head_dim=256, windows=(64,))
 _STEPS: tuple[Spans, ...] = ([(1, 2048)], [(1, 100)] * 64, [(64, 256), (1, 100)])
+_PROMPT: Spans = [(64, 256)]
+_PLAIN = SamplingParams(temperature=1.0)
+_EDITED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.2, logit_bias={1: 1.0}, logprobs=5)
 
 
 class _Hopper:
@@ -82,10 +86,15 @@ class Compiler:
             print(f"{'FAILED' if is_failure else 'compiled'} {name}: {text}", flush=True)
 
 
+@cache
+def _weights(shape: DecoderShape, dtype: torch.dtype) -> DecoderWeights:
+    return random_weights(shape, dtype)
+
+
 def _forward(shape: DecoderShape, spans: Spans, *, deterministic: bool, is_qwen3_fp8: bool = False) -> None:
     """Compiles a forward pass. `is_qwen3_fp8`: with per-head norms and an fp8 KV cache."""
     dtype, rows = torch.bfloat16, kv_rows(spans)
-    angles, weights = rotations(shape, max(context for _, context in spans)), random_weights(shape, dtype)
+    angles, weights = rotations(shape, max(context for _, context in spans)), _weights(shape, dtype)
     scales, kv_dtype = None, dtype
     if is_qwen3_fp8:
         norm = torch.ones(shape.head_dim, dtype=dtype)
@@ -97,11 +106,11 @@ def _forward(shape: DecoderShape, spans: Spans, *, deterministic: bool, is_qwen3
     decoder.forward(torch.zeros_like(rows.positions), rows, rows.query_starts[1:] - 1, cache)
 
 
-def _move_blocks(num_layers: int, heads: tuple[int, int]) -> None:
+def _move_blocks(num_layers: int, heads: tuple[int, int], *, blocks_of_moves: tuple[tuple[int, ...], ...]) -> None:
     cache = torch.zeros(4, num_layers, 2, 8, BLOCK_SIZE, 128, dtype=torch.bfloat16)
     packed = cache[:2, :, :, heads[0] : heads[1]].reshape(2, -1).view(torch.uint8)
     keys = blocks.digest_keys(bytes(16), packed.shape[1], cache.device)
-    for ids in (torch.tensor([0, 1]), torch.tensor([3])):
+    for ids in map(torch.tensor, blocks_of_moves):
         for move in (
             blocks.pack,
             lambda cache, ids, packed, keys, **ranges: blocks.unpack(packed, cache, ids, keys, **ranges),
@@ -109,31 +118,29 @@ def _move_blocks(num_layers: int, heads: tuple[int, int]) -> None:
             move(cache, ids, packed[: len(ids)], keys, layers=(0, num_layers), heads=heads)
 
 
-def _sample() -> None:
+def _sample(*kinds: SamplingParams) -> None:
     """The results are meaningless."""
-    plain = SamplingParams(temperature=1.0)
-    edited = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.2, logit_bias={1: 1.0}, logprobs=5)
-    for params in (plain, edited):
+    for params in kinds:
         rows = [SampleRow(params=params, choice_index=0, tokens=array("q", [1, 2]), num_prompt=1) for _ in range(4)]
         DeviceSampler(torch.device("cpu")).sample(torch.zeros(4, LLAMA_8B.vocab_size), rows, range(4))
 
 
 def _compile_few() -> None:
-    _move_blocks(2, (2, 4))
+    _move_blocks(2, (2, 4), blocks_of_moves=((0, 1),))
     _forward(_LLAMA, _STEPS[0], deterministic=False)
-    _forward(_LLAMA, _STEPS[-1], deterministic=True, is_qwen3_fp8=True)
-    _sample()
+    _forward(_LLAMA, _PROMPT, deterministic=True, is_qwen3_fp8=True)
+    _sample(_EDITED)
 
 
 def _compile_all() -> None:
     for heads in ((0, 8), (2, 4)):
-        _move_blocks(2, heads)
+        _move_blocks(2, heads, blocks_of_moves=((0, 1), (3,)))
     for deterministic in (True, False):
         for spans in _STEPS:
             _forward(_LLAMA, spans, deterministic=deterministic)
     _forward(_WIDE, _STEPS[-1], deterministic=True)
     _forward(_LLAMA, _STEPS[-1], deterministic=True, is_qwen3_fp8=True)
-    _sample()
+    _sample(_PLAIN, _EDITED)
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ from router_svc.api.console.load import LoadHistory
 from router_svc.api.console.page import ConsolePage
 from router_svc.api.console.state import ClusterState, Sources
 from router_svc.api.http_app import HttpRules, make_app
+from router_svc.api.models import ModelBackend, Models
 from router_svc.api.openai.info import OperatorApi
 from router_svc.clients.access import Access
 from router_svc.records.recent_records import RecentRecords
@@ -85,16 +86,22 @@ class FakeCluster:
             silence=SilenceLimits(silence_timeout_s=10, token_timeout_s=300),
         )
         fakes: Any = self
+        self.none = None
         self.cluster = Cluster(policy=policy, directory=fakes.directory, index=fakes.mirror.index.overlap)
         self.traces = Traces(self.recent, fakes.store)
-        self.operator = OperatorApi(self.cluster, self.traces, fakes.gate, self.health, fakes.store)
+        model: Any = SimpleNamespace(name=MODEL)
+        backend = ModelBackend(
+            model=model, cluster=self.cluster, gate=fakes.gate, requests=fakes.none, metrics=fakes.none
+        )
+        self.models = Models([backend])
+        self.operator = OperatorApi(self.models, self.traces, self.health, fakes.store)
 
     @property
     def sources(self) -> Sources:
         """What the console reads."""
         mirror: Any = self.mirror
         return Sources(
-            operator=self.operator, cluster=self.cluster, traces=self.traces, mirror=mirror, max_queued=MAX_QUEUED
+            operator=self.operator, models=self.models, traces=self.traces, mirror=mirror, max_queued=MAX_QUEUED
         )
 
     def state(self) -> ClusterState:

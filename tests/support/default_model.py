@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kernels.cpu import native
 from pdserve.model.config import ModelConfig
 from pdserve.model.resolve import resolve_model
 from pdserve.model.tensors import tensor_shapes
@@ -21,6 +22,9 @@ from tests.support.cluster import MODEL
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 #: Layers of `model_for_depth`.
 NUM_LAYERS = 30 if depth.IS_FULL else 4
+#: Dtype of clusters whose answers are compared. Without the C++ kernels only float32 is exact; steps in bfloat16, which
+#: has half of the bytes, take half of the time.
+EXACT_DTYPE = "float32" if depth.IS_FULL or native.load() is None else "bfloat16"
 #: Changes to the default model's config. Untied embeddings, so that the most likely token is not the last one again.
 _ONE_LAYER = {
     "num_hidden_layers": 1,
@@ -42,9 +46,9 @@ def model_for_depth(parent: Path) -> str:
     return str(_write(parent, {"num_hidden_layers": NUM_LAYERS}, _first_layers))
 
 
-def write_one_layer_model(parent: Path) -> Path:
+def write_one_layer_model(parent: Path, seed: int = 0) -> Path:
     """Write one small layer of random weights into a new directory below `parent`, and return it."""
-    return _write(parent, _ONE_LAYER, _random_weights)
+    return _write(parent, _ONE_LAYER, lambda _, config: _random_weights(config, seed))
 
 
 def _write(
@@ -52,7 +56,7 @@ def _write(
 ) -> Path:
     """`weights`: the tensors, from the default model's directory and the changed config."""
     directory = parent / MODEL
-    directory.mkdir()
+    directory.mkdir(parents=True)
     default = resolve_model(MODEL).path
     for file in default.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
@@ -68,8 +72,8 @@ def _first_layers(default: Path, config: Mapping[str, Any]) -> dict[str, Tensor]
     return {name: tensor for name, tensor in tensors.items() if _layer(name) < config["num_hidden_layers"]}
 
 
-def _random_weights(_: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
+def _random_weights(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     shapes = tensor_shapes(ModelConfig.from_hf(config))
     return {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
 

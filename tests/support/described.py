@@ -69,6 +69,9 @@ class Description:
         assert media in contents or "*/*" in contents, f"{known} {status}: {media!r} is not described"
         if media == "application/json":
             self.check_value(contents[media]["schema"], json.loads(content), f"{known} {status}")
+        elif media == "application/x-ndjson":
+            for line in content.splitlines():
+                self.check_value(contents[media]["schema"], json.loads(line), f"{known} {status} line")
         elif media == "text/event-stream":
             for data in events_of(content):
                 self.check_value(contents[media]["schema"], data, f"{known} {status} event")

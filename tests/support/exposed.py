@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import openai
 import psutil
 
 from tests.support.cluster import MODEL, Cluster, WorkerStatus
+from tests.support.lazily import openai
 
 PROMPT = "The capital of France is Paris. The capital of Spain is Madrid. " * 12 + "The capital of Germany is"
 

@@ -51,8 +51,8 @@ async def until(watched: Watched, condition: Callable[[], bool]) -> None:
             version = await watched.wait_for_change(version)
 
 
-async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+async def eventually(condition: Callable[[], Awaitable[bool]], *, timeout_s: float = DEADLINE_S) -> None:
     """Returns once the condition holds, for state without notifications; fails after the deadline."""
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(timeout_s):
         while not await condition():  # noqa: ASYNC110 (there is no event to wait for)
             await asyncio.sleep(0.01)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-#: Folders whose tests start clusters. Each stays in one process: clusters are shared, and few run at a time.
-_CLUSTERS = ("tests/chaos", "tests/integration")
+#: Folders whose tests share what takes long to start or to import, in one process. Few clusters run at a time, too.
+_TOGETHER = ("tests/chaos", "tests/integration", "tests/golden")
 #: What takes longest comes first, so that no process is left with it at the end.
 _FIRST = (
     "tests/chaos",
@@ -22,10 +22,10 @@ _FIRST = (
 
 
 def group(nodeid: str) -> str:
-    """Tests of one group run in one process, in order: those of a folder with clusters, else those of one file."""
+    """Tests of one group run in one process, in order: those of a folder that shares much, else those of one file."""
     file = nodeid.split("::")[0]
     folder = file.rpartition("/")[0]
-    return folder if folder in _CLUSTERS else file
+    return folder if folder in _TOGETHER else file
 
 
 class GroupScheduling(LoadScopeScheduling):

@@ -15,7 +15,8 @@ VOCAB_SIZE = 258
 START, END = 256, 257
 
 _TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'developer' %}{{ raise_exception('no developers here') }}{% endif %}"
     "<|start|>{{ message['role'] }}:{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant:{% endif %}{{ mood }}"
 )

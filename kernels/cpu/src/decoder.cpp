@@ -133,7 +133,7 @@ void Decoder::plan(const Step& step) {
   for (size_t i = 0; i < num_counters(); ++i) counters_[i].store(0, std::memory_order_relaxed);
 }
 
-void Decoder::forward(const Step& step, const KvCache& cache, float* logits, long stride) {
+bool Decoder::forward(const Step& step, const KvCache& cache, float* out, long stride, const int32_t* interrupt) {
   reserve(std::max(step.num_tokens, step.num_logits));
   plan(step);
   // Nothing in a pass allocates or throws: threads that have thrown could not reach the next barrier.
@@ -153,15 +153,22 @@ void Decoder::forward(const Step& step, const KvCache& cache, float* logits, lon
     run([&](Pass& pass) {
       pass.embed();
       for (size_t index = 0; index < layers_.size() && !pass.has_left; ++index) pass.layer(index);
-      pass.head(logits, stride);
+      pass.head(out, stride);
     });
   } else {
     // A job for each layer: between jobs, cores are borrowed and returned.
     run([](Pass& pass) { pass.embed(); });
-    for (size_t index = 0; index < layers_.size(); ++index) run([=](Pass& pass) { pass.layer(index); });
-    run([=](Pass& pass) { pass.head(logits, stride); });
+    for (size_t index = 0; index < layers_.size(); ++index) {
+      if (__atomic_load_n(interrupt, __ATOMIC_RELAXED) != 0) {
+        threads_.return_borrowed_cores();
+        return false;
+      }
+      run([=](Pass& pass) { pass.layer(index); });
+    }
+    run([=](Pass& pass) { pass.head(out, stride); });
   }
   threads_.return_borrowed_cores();
+  return true;
 }
 
 }  // namespace pdserve

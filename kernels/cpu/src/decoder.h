@@ -32,6 +32,8 @@ struct LayerSource {
 struct Step {
   long num_tokens, num_sequences, num_logits, table_stride;
   const int64_t *token_ids, *positions, *slots, *starts, *contexts, *tables, *logits_rows;
+  // Of `logits_rows`, the hidden states after the final norm are wanted instead of logits.
+  bool hidden_only;
 };
 
 class Decoder {
@@ -43,8 +45,11 @@ class Decoder {
   // `embedding` [vocab, hidden] and `angles` [positions][2][head_dim] are read in place and must outlive the decoder.
   void finish(const void* embedding, const void* norm, const Source& lm_head, const float* angles);
 
-  // Writes K and V of all rows to their slots and float32 logits of the wanted rows, `stride` floats apart.
-  void forward(const Step& step, const KvCache& cache, float* logits, long stride);
+  // Writes K and V of all rows to their slots and float32 logits, or hidden states, of the wanted rows, `stride` floats
+  // apart.
+  // False: it has ended between two layers, because `interrupt`, which any thread may set, was not 0. A pass of few rows
+  // does not look at it.
+  bool forward(const Step& step, const KvCache& cache, float* out, long stride, const int32_t* interrupt);
 
   // Samples with the threads of the forward pass.
   RowSampler& sampler() { return sampler_; }

@@ -101,7 +101,8 @@ NB_MODULE(_native, module) {
           [](Decoder& self, long num_tokens, long num_sequences, long num_logits, long table_stride, uintptr_t token_ids,
              uintptr_t positions, uintptr_t slots, uintptr_t starts, uintptr_t contexts, uintptr_t tables,
              uintptr_t logits_rows, uintptr_t kv_cache, int kv_type, long block_stride, long layer_stride,
-             long kv_stride, long head_stride, long block_size, uintptr_t logits) {
+             long kv_stride, long head_stride, long block_size, uintptr_t out, long stride, bool hidden_only,
+             uintptr_t interrupt) {
             const Step step{num_tokens,
                             num_sequences,
                             num_logits,
@@ -112,10 +113,11 @@ NB_MODULE(_native, module) {
                             pointer<int64_t>(starts),
                             pointer<int64_t>(contexts),
                             pointer<int64_t>(tables),
-                            pointer<int64_t>(logits_rows)};
+                            pointer<int64_t>(logits_rows),
+                            hidden_only};
             const KvCache cache{pointer<char>(kv_cache), KvType(kv_type), block_stride, layer_stride,
                                 kv_stride,               head_stride,     block_size};
-            self.forward(step, cache, pointer<float>(logits), self.logits_stride());
+            return self.forward(step, cache, pointer<float>(out), stride, pointer<int32_t>(interrupt));
           },
           nb::call_guard<nb::gil_scoped_release>())
       .def(

@@ -60,9 +60,11 @@ struct Decoder::Pass {
     mlp(layer);
   }
 
-  void head(float* logits, long stride) {
+  void head(float* out, long stride) {
     keep_logits_rows();
-    product(norm(decoder.norm_), *decoder.lm_head_, {logits, stride});
+    if (!step.hidden_only) return product(norm(decoder.norm_), *decoder.lm_head_, {out, stride});
+    const Activations normed{Format::f32, reinterpret_cast<uint32_t*>(out), nullptr, nullptr, stride};
+    parallel_for_rows(num_rows, [&](long row) { norm(decoder.norm_, normed, row); });
   }
 
   // hidden += output(attention(norm(hidden)))
@@ -125,11 +127,12 @@ struct Decoder::Pass {
   }
 
   Rows norm(const std::vector<float>& weight) {
-    const long width = shape().hidden_size;
-    return make_rows([&](const Activations& out, long row) {
-      const float* x = hidden + (row_indices == nullptr ? row : row_indices[row]) * hidden_stride();
-      kernels().norm(x, weight.data(), shape().eps, width, out, row);
-    });
+    return make_rows([&](const Activations& out, long row) { norm(weight, out, row); });
+  }
+
+  void norm(const std::vector<float>& weight, const Activations& out, long row) {
+    const float* x = hidden + (row_indices == nullptr ? row : row_indices[row]) * hidden_stride();
+    kernels().norm(x, weight.data(), shape().eps, shape().hidden_size, out, row);
   }
 
   Rows rows_of(const float* x, long width, long stride = 0) {

@@ -31,6 +31,8 @@ struct SampleRequest {
   // Ids that must not be sampled.
   const int64_t* banned;
   int64_t num_banned;
+  // Bit i % 32 of word i / 32: whether id i may be sampled.
+  const uint32_t* allowed;
 };
 
 // Fields of 8 bytes each.
@@ -40,6 +42,8 @@ struct SampleResult {
   // The rest only with `num_alternatives`: of the token, by the raw logits,
   int64_t rank;
   double logprob;
+  // the logarithm of the sum of all exponentials,
+  double log_total;
   // and of the likeliest ones.
   int64_t num_top;
   int64_t top_ids[kMaxAlternatives];

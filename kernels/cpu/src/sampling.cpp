@@ -1,5 +1,6 @@
 #include "sampling.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <limits>
@@ -15,18 +16,56 @@ class Edit {
       : request_(request), vocab_size_(vocab_size), logits_(scratch.edited), counts_(scratch.counts) {}
 
   const float* of(const float* raw) const {
-    if (request_.bias == nullptr && request_.tokens == nullptr && request_.banned == nullptr) return raw;
+    if (request_.bias == nullptr && request_.tokens == nullptr && request_.banned == nullptr &&
+        request_.allowed == nullptr)
+      return raw;
+    if (request_.bias == nullptr && request_.tokens == nullptr && request_.banned == nullptr) {
+      copy_allowed(raw);
+      return logits_;
+    }
     std::memcpy(logits_, raw, vocab_size_ * sizeof(float));
     for (int64_t i = 0; i < request_.num_bias; ++i)
       if (is_token(request_.bias_ids[i])) logits_[request_.bias_ids[i]] += request_.bias[i];
     if (request_.tokens != nullptr) penalize();
     for (int64_t i = 0; i < request_.num_banned; ++i)
       if (is_token(request_.banned[i])) logits_[request_.banned[i]] = -std::numeric_limits<float>::infinity();
+    if (request_.allowed != nullptr) copy_allowed(logits_);
     return logits_;
   }
 
  private:
   bool is_token(int64_t id) const { return uint64_t(id) < uint64_t(vocab_size_); }
+
+  // From `from`, which may be the edited logits themselves. Words of a mask are mostly all or nothing.
+  void copy_allowed(const float* from) const {
+    constexpr float kNever = -std::numeric_limits<float>::infinity();
+    const long whole = vocab_size_ / 32 * 32;
+    for (long first = 0; first < whole; first += 32) {
+      const uint32_t bits = request_.allowed[first / 32];
+      float* to = logits_ + first;
+      if (bits == 0) {
+        std::fill(to, to + 32, kNever);
+      } else if (bits == ~uint32_t(0)) {
+        if (to != from + first) std::memcpy(to, from + first, 32 * sizeof(float));
+      } else {
+        copy_word(from + first, to, bits);
+      }
+    }
+    for (long id = whole; id < vocab_size_; ++id)
+      logits_[id] = (request_.allowed[id / 32] >> (id % 32) & 1) != 0 ? from[id] : kNever;
+  }
+
+  // 32 logits without branches, four at a time.
+  static void copy_word(const float* from, float* to, uint32_t bits) {
+    constexpr uint32_t kNever = 0xFF800000;
+    for (int first = 0; first < 32; first += 4) {
+      const uint32_t* keep = kKeep[bits >> first & 15];
+      uint32_t words[4];
+      std::memcpy(words, from + first, sizeof words);
+      for (int i = 0; i < 4; ++i) words[i] = (words[i] & keep[i]) | (kNever & ~keep[i]);
+      std::memcpy(to + first, words, sizeof words);
+    }
+  }
 
   // visit(id) for all tokens from the first one on.
   template <class Visit>
@@ -51,6 +90,14 @@ class Edit {
       counts_[id] = 0;
     });
   }
+
+  // All bits of what bit i of the index keeps.
+  static constexpr uint32_t kAll = 0xFFFFFFFF;
+  static constexpr uint32_t kKeep[16][4] = {
+      {0, 0, 0, 0},    {kAll, 0, 0, 0},    {0, kAll, 0, 0},    {kAll, kAll, 0, 0},
+      {0, 0, kAll, 0}, {kAll, 0, kAll, 0}, {0, kAll, kAll, 0}, {kAll, kAll, kAll, 0},
+      {0, 0, 0, kAll}, {kAll, 0, 0, kAll}, {0, kAll, 0, kAll}, {kAll, kAll, 0, kAll},
+      {0, 0, kAll, kAll}, {kAll, 0, kAll, kAll}, {0, kAll, kAll, kAll}, {kAll, kAll, kAll, kAll}};
 
   const SampleRequest& request_;
   const long vocab_size_;

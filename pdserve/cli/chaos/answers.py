@@ -87,6 +87,8 @@ class Answer:
         into = self.choices.setdefault(choice["index"], Choice())
         delta = choice.get("delta") or choice.get("message")
         text = (choice.get("text") if delta is None else delta.get("content")) or ""
+        for call in () if delta is None else delta.get("tool_calls") or ():
+            text += call["function"].get("name", "") + call["function"]["arguments"]
         into.text += text
         logprobs = choice.get("logprobs") or {}
         if "content" in logprobs:

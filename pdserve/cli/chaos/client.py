@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -52,6 +52,8 @@ class Reader:
     #: Position in the stream, once it has answered; None: it cannot be resumed.
     last_event_id: str | None = None
     has_answered: bool = False
+    #: When the router answered that runs its stream; None: it is not connected to one.
+    attached_at: float | None = None
     resumes_until: float | None = None
     reads_again_at: float = 0.0
     has_left: bool = False
@@ -59,6 +61,16 @@ class Reader:
     def pause(self, duration_s: float) -> None:
         """It reads nothing for this time."""
         self.reads_again_at = time.monotonic() + duration_s
+
+    def has_router(self, killed_at: Mapping[int, float]) -> bool:
+        """Whether a router runs its stream, if it has one. `killed_at`: when each router was last killed, by index.
+
+        A client that reads nothing does not notice that it has lost its router.
+        """
+        if not self.has_answered:
+            return True
+        router = self.outcome.routers[-1][1]
+        return self.attached_at is not None and self.attached_at > killed_at.get(router, float("-inf"))
 
     def leave(self) -> None:
         """It disconnects."""
@@ -119,10 +131,13 @@ class Clients:
                 try:
                     return await (self._resume(reader) if reader.has_answered else self._send(reader))
                 except _LOST:
+                    reader.attached_at = None
                     # The supervisor learns of the end of a router at about the same time.
                     await asyncio.sleep(_RETRY_S)
                 except Refused as error:
-                    if not self._may_wait_for_stream(reader, error):
+                    if self._must_send_again(reader, error):
+                        reader.has_answered, reader.resumes_until = False, None
+                    elif not self._may_wait_for_stream(reader, error):
                         raise
                     await asyncio.sleep(_RETRY_S)
 
@@ -136,6 +151,11 @@ class Clients:
                 routers.append((time.time(), chosen))
                 return
             await asyncio.sleep(_RETRY_S)
+
+    @staticmethod
+    def _must_send_again(reader: Reader, error: Refused) -> bool:
+        """Whether the router was lost before the stream could be resumed, as the missing id of its events says."""
+        return reader.has_answered and reader.last_event_id is None and error.status == HTTPStatus.NOT_FOUND
 
     def _may_wait_for_stream(self, reader: Reader, error: Refused) -> bool:
         """Whether routers may still learn of the stream: a worker may not have reported it yet."""
@@ -157,7 +177,7 @@ class Clients:
         async with self._http.post(url, data=body, headers=headers) as response:
             await _require_ok(response)
             if sending.request.is_streamed:
-                reader.has_answered = True
+                reader.has_answered, reader.attached_at = True, time.monotonic()
                 await self._read_stream(reader, response)
             else:
                 outcome.answer.add(await response.json())
@@ -168,10 +188,12 @@ class Clients:
         outcome = reader.outcome
         url = f"{self._urls[outcome.routers[-1][1]]}/v1/requests/{outcome.request_id}/stream"
         headers = {} if reader.last_event_id is None else {"Last-Event-ID": reader.last_event_id}
+        if not headers:  # All events come again.
+            outcome.answer = Answer()
         async with self._http.get(url, headers=headers) as response:
             await _require_ok(response)
             outcome.num_resumed += 1
-            reader.resumes_until = None
+            reader.resumes_until, reader.attached_at = None, time.monotonic()
             await self._read_stream(reader, response)
 
     async def _read_stream(self, reader: Reader, response: aiohttp.ClientResponse) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -11,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdserve.base.config import child_environment
-from pdserve.base.errors import SetupError
 from pdserve.cli.chaos.config import ChaosConfig
 from pdserve.cli.chaos.faults import DECODE, PREFILL, REDIS, ROUTER, Target
 from pdserve.cli.cluster_plan import ClusterPlan, PreparedModel, RunEnvironment, make_plan
+from pdserve.cli.free_ports import free_ports
 from pdserve.cli.hardware import available_hardware
 from pdserve.cli.interpreter import python_flags
 from pdserve.cli.run_dir import private_directory
@@ -32,8 +30,6 @@ from pdserve.cli.worker_forks import fork_server
 _BACKOFF = BackoffPolicy(first_s=0.5, max_s=0.5)
 #: Streams outlive their router. The user's environment wins.
 _RESUMABLE = {"PDSERVE_ROUTER__RESUME_TIMEOUT_S": "120"}
-#: Below the ports that the kernel gives to connections: a router that is restarted finds its own port free.
-_PORTS = range(20_000, 32_700)
 
 
 @dataclass(slots=True)
@@ -113,7 +109,7 @@ def tier_of(name: str) -> str:
 @asynccontextmanager
 async def running_cluster(config: ChaosConfig, log_dir: Path) -> AsyncIterator[ChaosCluster]:
     """A ready cluster, which is drained and stopped at the end. Raises `SetupError` when it cannot start."""
-    ports = _free_ports(2 * config.routers)
+    ports = free_ports(2 * config.routers)
     up = _up_config(config, ports)
     cluster = ChaosCluster()
     with private_directory() as run_dir:
@@ -131,10 +127,10 @@ async def running_cluster(config: ChaosConfig, log_dir: Path) -> AsyncIterator[C
                 redis = plan_redis(None, run_dir=run_dir, log_dir=log_dir)
                 assert redis.spec is not None
                 await supervisor.start(redis.spec)
-                plan = make_plan(up, await _prepared(config, environment), redis, environment)
+                plan = make_plan(up, [await _prepared(config, environment)], redis, environment)
                 await supervisor.start(*worker_specs(plan), *_router_specs(plan, ports))
                 cluster.urls = [f"http://{up.host}:{port}" for port in ports[::2]]
-                cluster.redis_url, cluster.model = redis.url, plan.served_name
+                cluster.redis_url, cluster.model = redis.url, plan.models[0].served_name
                 yield cluster
             finally:
                 await supervisor.stop()
@@ -142,7 +138,7 @@ async def running_cluster(config: ChaosConfig, log_dir: Path) -> AsyncIterator[C
 
 def _up_config(config: ChaosConfig, ports: Sequence[int]) -> UpConfig:
     return UpConfig(
-        model=config.model,
+        model=(config.model,),
         port=ports[0],
         grpc_port=ports[1],
         prefill=config.prefill,
@@ -171,18 +167,3 @@ def _router_specs(plan: ClusterPlan, ports: Sequence[int]) -> list[ProcessSpec]:
         environment = {**_RESUMABLE, **spec.environment}
         specs.append(replace(spec, name=name, environment=environment, log_path=plan.log_dir / f"{name}.log"))
     return specs
-
-
-def _free_ports(count: int) -> list[int]:
-    """Different free ports. Raises `SetupError` when there are too few."""
-    found: list[int] = []
-    with contextlib.ExitStack() as sockets:
-        for port in random.SystemRandom().sample(_PORTS, k=min(len(_PORTS), 50 * count)):
-            try:
-                sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            found.append(port)
-            if len(found) == count:
-                return found
-    raise SetupError(f"Found {len(found)} free ports between {_PORTS.start} and {_PORTS.stop}, and {count} are needed.")

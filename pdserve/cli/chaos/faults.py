@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 #: Share of each kind in the plan. Those of kills add up to a third.
 KINDS: Mapping[str, float] = {
@@ -17,11 +17,12 @@ KINDS: Mapping[str, float] = {
     "kill-pair": 0.03,
     "kill-router": 0.06,
     "kill-redis": 0.02,
+    "flush-redis": 0.02,
     "stop-worker": 0.13,
     "stop-router": 0.07,
     "stop-redis": 0.05,
-    "slow-reader": 0.12,
-    "disconnect": 0.12,
+    "slow-reader": 0.11,
+    "disconnect": 0.11,
     "full-kv": 0.06,
     "descriptors": 0.07,
     "files": 0.05,
@@ -50,6 +51,13 @@ class Fault:
     #: Chooses among the processes or requests that may be hit, 0 to 1.
     choice: float
     duration_s: float = 0.0
+    #: Faults for the case that nothing may be hit by this one then, in order. A kill has kills.
+    instead: tuple[Fault, ...] = ()
+
+    @property
+    def is_kill(self) -> bool:
+        """Whether processes end by it."""
+        return is_kill(self.kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +70,11 @@ class Target:
     is_ready: bool
 
 
+def is_kill(kind: str) -> bool:
+    """Whether processes end by faults of this kind."""
+    return kind.startswith("kill-")
+
+
 def plan(seed: int, *, interval_s: float, kinds: Sequence[str]) -> Iterator[Fault]:
     """Faults without end, on average one in `interval_s`, with exponential gaps."""
     rng = random.Random(f"faults:{seed}")
@@ -70,16 +83,25 @@ def plan(seed: int, *, interval_s: float, kinds: Sequence[str]) -> Iterator[Faul
     while kinds:
         at_s += rng.expovariate(1 / interval_s)
         [kind] = rng.choices(kinds, weights)
-        shortest_s, longest_s = DURATIONS_S.get(kind, (0.0, 0.0))
-        yield Fault(at_s=at_s, kind=kind, choice=rng.random(), duration_s=rng.uniform(shortest_s, longest_s))
+        # The last workers of both tiers are not lost more often than planned.
+        others = [each for each in kinds if is_kill(each) == is_kill(kind) and each not in (kind, "kill-pair")]
+        rng.shuffle(others)
+        fault, *instead = [_fault(rng, at_s, each) for each in (kind, *others)]
+        yield replace(fault, instead=tuple(instead))
 
 
-def victims(fault: Fault, targets: Sequence[Target], *, since_redis_s: float) -> list[str]:
+def _fault(rng: random.Random, at_s: float, kind: str) -> Fault:
+    shortest_s, longest_s = DURATIONS_S.get(kind, (0.0, 0.0))
+    return Fault(at_s=at_s, kind=kind, choice=rng.random(), duration_s=rng.uniform(shortest_s, longest_s))
+
+
+def victims(fault: Fault, targets: Sequence[Target], *, since_redis_s: float, streams_have_routers: bool) -> list[str]:
     """Names of the processes to hit; none if nothing may be hit now.
 
     Only ready processes are hit, so that kills meet requests. A tier keeps a ready worker, and clients a ready router,
     except under `kill-pair`, which takes a worker of each tier even if it is the last. The supervisor restarts all of
     them, so a worker of each tier is always expected back. `since_redis_s`: since Redis last lost its data.
+    `streams_have_routers`: no client has lost a router without being at another one since.
     """
     match fault.kind:
         case "kill-decode":
@@ -90,10 +112,10 @@ def victims(fault: Fault, targets: Sequence[Target], *, since_redis_s: float) ->
             return [*_choose(fault, _ready(targets, PREFILL)), *_choose(fault, _ready(targets, DECODE))]
         case "kill-router":
             return _choose(fault, _spare(targets, ROUTER) if since_redis_s > AFTER_REDIS_S else [])
-        case "kill-redis":
+        case "kill-redis" | "flush-redis":
             # A stream whose router is gone lives in Redis alone.
-            all_routers = all(each.is_ready for each in targets if each.tier == ROUTER)
-            return _choose(fault, _ready(targets, REDIS) if all_routers else [])
+            is_spare = streams_have_routers and all(each.is_ready for each in targets if each.tier == ROUTER)
+            return _choose(fault, _ready(targets, REDIS) if is_spare else [])
         case "stop-worker":
             return _choose(fault, [*_ready(targets, PREFILL), *_ready(targets, DECODE)])
         case "stop-router":

@@ -12,25 +12,37 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import psutil
 
+from pdserve.base.errors import StoreError
+from pdserve.base.store import Store
 from pdserve.base.tasks import ServiceGroup, service_group
 from pdserve.cli.chaos.client import Clients, Reader
 from pdserve.cli.chaos.cluster import ChaosCluster
-from pdserve.cli.chaos.faults import Fault, victims
+from pdserve.cli.chaos.faults import ROUTER, Fault, victims
 from pdserve.cli.chaos.outcome import Injected
 
-_KILLS_OF_REDIS = "kill-redis"
+#: Redis loses all it had.
+_EMPTIES_REDIS = ("kill-redis", "flush-redis")
+#: Another fault may stop Redis meanwhile.
+_FLUSH_TIMEOUT_S = 10.0
 
 
 class Injector:
-    """Hits the cluster and the clients while it runs. `injected` has what was done, `skipped` what could not be."""
+    """Hits the cluster and the clients while it runs.
 
-    def __init__(self, cluster: ChaosCluster, clients: Clients, send_burst: Callable[[], None]) -> None:
-        """`send_burst` sends requests whose prompts fill KV caches."""
+    `injected` has each process or client that was hit, `skipped` the faults in whose place nothing could be.
+    """
+
+    def __init__(self, cluster: ChaosCluster, clients: Clients, send_burst: Callable[[], bool]) -> None:
+        """`send_burst` sends requests whose prompts fill KV caches; False while earlier ones run."""
         self._cluster = cluster
         self._clients = clients
         self._send_burst = send_burst
         self._redis_lost_at = float("-inf")
+        #: When each router was last killed, by index.
+        self._routers_killed_at: dict[int, float] = {}
         self.injected: list[Injected] = []
+        #: Faults that were carried out, and those of them that are kills.
+        self.num_faults = self.num_kills = 0
         self.skipped: list[str] = []
 
     async def run(self, faults: Iterable[Fault]) -> None:
@@ -39,7 +51,10 @@ class Injector:
         async with service_group() as lasting:
             for fault in faults:
                 await asyncio.sleep(max(0.0, started_at + fault.at_s - time.monotonic()))
-                if not self._inject(fault, lasting):
+                if any(self._inject(each, lasting) for each in (fault, *fault.instead)):
+                    self.num_faults += 1
+                    self.num_kills += fault.is_kill
+                else:
                     self.skipped.append(fault.kind)
 
     def _inject(self, fault: Fault, lasting: ServiceGroup) -> bool:
@@ -47,14 +62,24 @@ class Injector:
             case "slow-reader" | "disconnect":
                 return self._hit_client(fault)
             case "full-kv":
+                if not self._send_burst():
+                    return False
                 self._note(fault, "prompts")
-                self._send_burst()
                 return True
-        names = victims(fault, self._cluster.targets(), since_redis_s=time.monotonic() - self._redis_lost_at)
+        names = victims(
+            fault,
+            self._cluster.targets(),
+            since_redis_s=time.monotonic() - self._redis_lost_at,
+            streams_have_routers=all(each.has_router(self._routers_killed_at) for each in self._clients.running),
+        )
         for name in names:
             self._note(fault, name)
-            if fault.kind.startswith("kill-"):
-                self._kill(fault, name)
+            if fault.kind in _EMPTIES_REDIS:
+                self._redis_lost_at = time.monotonic()
+            if fault.is_kill:
+                self._kill(name)
+            elif fault.kind == "flush-redis":
+                lasting.start(empty_redis(self._cluster.redis_url), name=fault.kind)
             else:
                 lasting.start(self._held(fault, name), name=f"{fault.kind} {name}")
         return bool(names)
@@ -76,9 +101,10 @@ class Injector:
             reader.pause(fault.duration_s)
         return True
 
-    def _kill(self, fault: Fault, name: str) -> None:
-        if fault.kind == _KILLS_OF_REDIS:
-            self._redis_lost_at = time.monotonic()
+    def _kill(self, name: str) -> None:
+        tier, _, index = name.partition("-")
+        if tier == ROUTER:
+            self._routers_killed_at[int(index)] = time.monotonic()
         self._cluster.note_kill(name)
         with suppress(ProcessLookupError):
             os.kill(self._cluster.pid(name), signal.SIGKILL)
@@ -92,6 +118,13 @@ class Injector:
                 await asyncio.sleep(fault.duration_s)
         finally:
             self._cluster.hold(name, False)
+
+
+async def empty_redis(redis_url: str) -> None:
+    """A Redis that runs loses all it had, and no connection. One that is killed meanwhile has lost it, too."""
+    with suppress(StoreError):
+        async with Store(redis_url, timeout_s=_FLUSH_TIMEOUT_S) as store:
+            await store.call("FLUSHALL", "SYNC")
 
 
 @asynccontextmanager

@@ -33,7 +33,7 @@ _ZERO = (
 )
 #: Keys that live as long as the cluster: the workers, the prefix index and its stream of changes, the ids of requests.
 #: All others must expire.
-LASTING_KEYS = frozenset({"workers", "kv-workers", "kv-head", "kv-events", "reqs"})
+LASTING_KEYS = frozenset({"workers", "workers-mark", "kv-workers", "kv-head", "kv-events", "reqs"})
 _SHARED_MEMORY = Path("/dev/shm")
 
 

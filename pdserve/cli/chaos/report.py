@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdserve.cli.chaos.answers import Answer, difference, head_difference
-from pdserve.cli.chaos.faults import DECODE, PREFILL, ROUTER
+from pdserve.cli.chaos.faults import DECODE, PREFILL, ROUTER, is_kill
 from pdserve.cli.chaos.outcome import COMPLETE, FAILED, LEFT, Injected, Outcome
 
 WRONG = "wrong"
@@ -61,7 +61,7 @@ def hits(outcome: Outcome, injected: Sequence[Injected]) -> list[Injected]:
 def pauses(outcome: Outcome, injected: Sequence[Injected]) -> list[tuple[str, float]]:
     """For each kill that hit it: the kind, and the seconds until the next token."""
     found = []
-    for kill in (each for each in hits(outcome, injected) if each.kind.startswith("kill-")):
+    for kill in (each for each in hits(outcome, injected) if is_kill(each.kind)):
         after = next((time for time in outcome.token_times if time > kill.at), None)
         if after is not None:
             found.append((kill.kind, after - kill.at))

@@ -90,6 +90,7 @@ class _Run:
             skipped=injector.skipped,
             started_at=started_at,
         )
+        summary["faults"] = {"carried_out": injector.num_faults, "kills": injector.num_kills, **summary["faults"]}
         failures = [f"request {each['number']} is {each['status']}: {each['reason']}" for each in summary["failures"]]
         return {"duration_s": round(took_s, 1), **summary, "violations": [*failures, *violations]}
 
@@ -125,9 +126,14 @@ class _Run:
                 for sending in todo:
                     await ask(sending)
 
-            def send_burst() -> None:
-                for sending in self._burst(self._requests):
-                    senders.create_task(ask(sending))
+            in_burst: list[asyncio.Task[None]] = []
+
+            def send_burst() -> bool:
+                # Else a machine slower than the plan would have nothing else to compute.
+                if not all(task.done() for task in in_burst):
+                    return False
+                in_burst[:] = [senders.create_task(ask(sending)) for sending in self._burst(self._requests)]
+                return True
 
             injector = Injector(self._cluster, clients, send_burst)
             lanes = [senders.create_task(ask_in_turn()) for _ in range(config.concurrency)]

@@ -85,7 +85,9 @@ def _request(rng: random.Random, index: int, max_output_len: int) -> ChaosReques
     text = " ".join(rng.choices(WORDS, k=num_words))
     body: dict[str, Any] = {"max_tokens": rng.randint(MIN_OUTPUT_LEN, max_output_len)}
     body |= {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
-    body |= _sampling(rng) | _ending(rng, body["max_tokens"]) | _logprobs(rng, is_chat=is_chat)
+    body |= _sampling(rng) | _ending(rng, body["max_tokens"]) | _logprobs(rng, is_chat=is_chat) | _structure(rng)
+    if is_chat and "response_format" not in body and "structured_outputs" not in body and "guided_choice" not in body:
+        body |= _tools(rng)
     if is_streamed:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return ChaosRequest(index=index, path=CHAT if is_chat else COMPLETIONS, body=body)
@@ -119,6 +121,32 @@ def _ending(rng: random.Random, max_tokens: int) -> dict[str, Any]:
         case 2:
             return {"stop": [" and"], "min_tokens": rng.randint(1, max_tokens)}
     return {"ignore_eos": True}
+
+
+def _structure(rng: random.Random) -> dict[str, Any]:
+    """What the output has to match or to avoid, for one request in six."""
+    if rng.random() >= 1 / 6:
+        return {}
+    schema = {"type": "object", "properties": {"words": {"type": "array", "items": {"type": "string"}}}}
+    named = {"type": "json_schema", "json_schema": {"name": "words", "schema": schema | {"required": ["words"]}}}
+    return rng.choice(
+        (
+            {"response_format": named},
+            {"structured_outputs": {"regex": "([a-z]+ ?)+"}},
+            {"guided_choice": list(WORDS[:40])},
+            {"bad_words": ["the", "of", "and a"]},
+            {"allowed_token_ids": list(range(30, 250))},
+        )
+    )
+
+
+def _tools(rng: random.Random) -> dict[str, Any]:
+    """Functions that the answer has to call, or may call, for one request in four."""
+    if rng.random() >= 1 / 4:
+        return {}
+    parameters = {"type": "object", "properties": {"words": {"type": "array", "items": {"type": "string"}}}}
+    function = {"name": "write", "parameters": parameters | {"required": ["words"]}}
+    return {"tools": [{"type": "function", "function": function}], "tool_choice": rng.choice(("auto", "required"))}
 
 
 def _logprobs(rng: random.Random, *, is_chat: bool) -> dict[str, Any]:

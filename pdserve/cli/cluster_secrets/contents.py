@@ -12,7 +12,7 @@ from pdserve.base.secret import new_secret
 from pdserve.cli.cluster_secrets.certificates import peer_certificates
 
 CLUSTER_SECRET = "cluster-secret"
-REDIS_PASSWORD = "redis-password"
+REDIS_PASSWORD, STATE_PASSWORD = "redis-password", "state-password"
 API_KEYS = "api-keys.toml"
 METRICS_KEY, SMOKE_TEST_KEY = "metrics-key", "smoke-test-key"
 PEER_CA, PEER_CERTIFICATE, PEER_KEY = "peer-ca.pem", "peer.pem", "peer-key.pem"
@@ -24,10 +24,14 @@ READERS: Mapping[str, str] = {
     PEER_CERTIFICATE: "peers",
     PEER_KEY: "peers",
     REDIS_PASSWORD: "redis",
+    STATE_PASSWORD: "state",
     API_KEYS: "router",
     SMOKE_TEST_KEY: "router",
     METRICS_KEY: "metrics",
 }
+
+#: Ends the name of the Secret with the password of the state's Redis.
+STATE_SUFFIX = "-state"
 
 _FIRST = "first"
 _HEADER = "# API keys as SHA-256 digests (docs/operations/keys.md). The router reads a changed file within a second.\n"
@@ -45,6 +49,8 @@ class SecretGroup:
     files: Mapping[str, bytes]
     #: An API key that is shown once and in no file; None: the group has none.
     api_key: str | None = None
+    #: What follows the name of the cluster's Secret in the name of the one that has these files in Kubernetes.
+    secret_suffix: str = ""
 
 
 def new_secrets(now: datetime) -> tuple[SecretGroup, ...]:
@@ -52,6 +58,8 @@ def new_secrets(now: datetime) -> tuple[SecretGroup, ...]:
     return (
         SecretGroup(files={CLUSTER_SECRET: _line(new_secret())}),
         SecretGroup(files={REDIS_PASSWORD: _line(new_secret())}),
+        # Secrets of clusters that had no store of responses yet stay as they are.
+        SecretGroup(files={STATE_PASSWORD: _line(new_secret())}, secret_suffix=STATE_SUFFIX),
         SecretGroup(files=_peer_files(now)),
         _api_keys(),
     )

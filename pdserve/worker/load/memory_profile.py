@@ -101,8 +101,8 @@ class LargestSteps:
 
     #: Prompt tokens in one step.
     num_tokens: int
-    #: Prompts of which one step computes the last token.
-    num_prompts: int
+    #: Prompt tokens behind which one step computes logits: the last ones of prompts, and those that are scored.
+    num_logits: int
     #: Sequences that decode in one step; 0: none do.
     num_decoding: int
     #: Whether decode-only steps are replayed from CUDA graphs.
@@ -179,13 +179,13 @@ def _peaks(
 def _largest_batches(layout: KvLayout, steps: LargestSteps, longest: int) -> list[Batch]:
     whole, rest = divmod(steps.num_tokens, longest)
     prompts = [longest] * whole + [rest] * (rest > 0)
-    batches = [_rows_of_block_0(layout, prompts, num_logits=steps.num_prompts)]
+    batches = [_rows_of_block_0(layout, prompts, num_logits=steps.num_logits)]
     if steps.num_decoding:
         # The width of the block tables determines how much memory attention needs; context lengths only add time.
         num_blocks = -(-longest // layout.block_size)
         shape = decode_shape(steps.num_decoding, num_blocks)
         batches.append(_rows_of_block_0(layout, [1] * shape.num_sequences, num_blocks=shape.num_blocks))
-        num_logits = steps.num_prompts + steps.num_decoding
+        num_logits = steps.num_logits + steps.num_decoding
         both = [*prompts, *[1] * steps.num_decoding]
         batches.append(_rows_of_block_0(layout, both, num_blocks=num_blocks, num_logits=num_logits))
     return batches

@@ -17,6 +17,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.logs import get_logger
 from pdserve.engine.cpu_sampler import CpuSampler
 from pdserve.engine.graphs import CudaRecorder, DeviceDecoder, GraphConfig
+from pdserve.engine.job import MAX_SCORED_TOKENS
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.sampler import Sampler
 from pdserve.model.checkpoint import fingerprint
@@ -223,7 +224,7 @@ def _profile(plan: LoadPlan, decoder: Decoder, before: MemoryBefore) -> MemoryPr
         before=before,
         steps=LargestSteps(
             num_tokens=config.max_num_batched_tokens,
-            num_prompts=min(config.max_num_batched_tokens, _MAX_PROMPTS),
+            num_logits=min(config.max_num_batched_tokens, _MAX_PROMPTS + MAX_SCORED_TOKENS),
             num_decoding=config.max_decoding,
             replayed=plan.replays(decoder),
         ),

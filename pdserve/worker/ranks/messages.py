@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -20,11 +20,13 @@ from torch import Tensor
 from kvtransfer.handover.memory import Bundle
 from pdserve.base.ids import BlockId
 from pdserve.engine.device_batch import BatchShape
-from pdserve.model.batch import Batch
+from pdserve.model.batch import TENSORS, Batch
 
 _HEADER = 3
 HEADER_BYTES = 8 * _HEADER
 _SHAPE = 5
+#: Bits of the last of these numbers.
+_REPORTS_LAYERS, _HIDDEN_ONLY = 1, 2
 #: `StepPosition.num_layers` of a whole step.
 ALL_LAYERS = 1 << 30
 
@@ -39,7 +41,7 @@ class StepPosition(NamedTuple):
 class MessageKind(IntEnum):
     """The kinds of messages. A message carries the number of a step."""
 
-    #: Values: the shape, whether to report each layer, and the batch.
+    #: Values: the shape, flags, and the batch.
     FORWARD = 1
     #: Values: source and destination of each copy within the cache.
     COPY_BLOCKS = 2
@@ -66,12 +68,16 @@ class RankMessage:
         shape = BatchShape(
             num_tokens=num_tokens, num_sequences=num_sequences, num_blocks=num_blocks, num_logits=num_logits
         )
-        return shape.views(self.values[_SHAPE:])
+        return replace(shape.views(self.values[_SHAPE:]), hidden_only=bool(self._flags & _HIDDEN_ONLY))
 
     @property
     def reports_layers(self) -> bool:
         """Whether a `FORWARD` reports each layer."""
-        return bool(self.values[_SHAPE - 1])
+        return bool(self._flags & _REPORTS_LAYERS)
+
+    @property
+    def _flags(self) -> int:
+        return int(self.values[_SHAPE - 1])
 
     def copy(self) -> CopyRequest:
         """The request of a `READ_BLOCKS` or `WRITE_BLOCKS`."""
@@ -125,11 +131,12 @@ class StepWriter:
         """Sends a batch. Raises `OSError` when a follower is gone."""
         shape = BatchShape.of(batch)
         values = self._values(MessageKind.FORWARD, number, _SHAPE + shape.num_elements)
-        sizes = (shape.num_tokens, shape.num_sequences, shape.num_blocks, shape.num_logits, reports_layers)
+        flags = _REPORTS_LAYERS * reports_layers | _HIDDEN_ONLY * batch.hidden_only
+        sizes = (shape.num_tokens, shape.num_sequences, shape.num_blocks, shape.num_logits, flags)
         values[:_SHAPE] = torch.tensor(sizes)
         views = shape.views(values[_SHAPE:])
-        for field in fields(batch):
-            getattr(views, field.name).copy_(getattr(batch, field.name))
+        for name in TENSORS:
+            getattr(views, name).copy_(getattr(batch, name))
         self._send(len(values))
 
     def copy_blocks(self, number: int, pairs: Sequence[tuple[int, int]]) -> None:

@@ -13,6 +13,7 @@ from pdserve.base.clock_skew import ClockSkew
 from pdserve.base.logs import get_logger
 from pdserve.base.metrics import CounterSource
 from pdserve.base.registry import Registrar, WorkerLoad, WorkerRecord
+from pdserve.base.sampling import SAMPLING_VERSION
 from pdserve.base.store import Store
 from pdserve.engine.pace import Pace
 from pdserve.engine.step import Load
@@ -35,7 +36,7 @@ class WorkerAddresses:
 def announce(
     worker: Worker, service: TierService, *, store: Store, health: Health, addresses: WorkerAddresses
 ) -> Registrar:
-    """Starts the heartbeats and the publication of KV events, and exposes what they and the kernels count."""
+    """Starts heartbeats, KV events and the reading of grammars, and exposes what they and the kernels count."""
     registrar = Registrar(store, lambda: worker_record(worker, service, addresses, ready=health.is_ready))
     registrar.secret = worker.seals.secret
     publisher = KvEventPublisher(store, worker.worker_id, worker.epoch)
@@ -48,6 +49,7 @@ def announce(
     if worker.tls is not None:
         worker.tasks.start(worker.tls.run(), name="peer-certificates")
     worker.tasks.start(registrar.run(), name="registrar")
+    worker.tasks.start(worker.grammars.run(), name="grammars")
     worker.tasks.start(publisher.run(), name="kv-events")
     worker.tasks.start(worker.paths.run(), name="transport-paths")
     return registrar
@@ -73,6 +75,8 @@ def worker_record(worker: Worker, service: TierService, addresses: WorkerAddress
         ready=ready,
         keep_alive_s=KEEP_ALIVE_S,
         numerics_class=worker.numerics_class,
+        reads_grammars=worker.grammars.are_available,
+        sampling_version=SAMPLING_VERSION,
         transport=worker.paths.report(),
         load=reported_load(worker.load, worker.steps.pace, service.itl_budget_s),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +58,8 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
         self.manual_drain: ManualDrain | None = None
         #: Changes its role; None while it starts.
         self.role_change: RoleChange | None = None
+        #: `TierService.rebalance`; None while it starts.
+        self.rebalance: Callable[[int], Awaitable[int]] | None = None
         self._is_probing = False
         self._next_at = float("-inf")
         #: The test transfer into this worker.
@@ -159,6 +161,14 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
         if not request.query:
             await self.role_change.change(request.role, request.reason)
         return pb.ChangeRoleResponse(role=self._worker.tier, former_requests=self.role_change.former_requests)
+
+    @rpc.method
+    async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceResponse:  # noqa: N802
+        """Asks requests to move to other workers."""
+        request = self._worker.seals.open(Purpose.REBALANCE, self._worker.seal_name, request)
+        if self.rebalance is None:
+            raise Draining("The worker is still starting. It has no requests that could move.")
+        return pb.RebalanceResponse(requests=await self.rebalance(request.num_sequences))
 
     async def _send(self, blocks: ProbeBlocks, ticket: Ticket, request_id: RequestId) -> pb.SendProbeResponse:
         """Sends over a connection of its own: whatever happens to it, those of prompts stay."""

@@ -31,7 +31,13 @@ async def reporting_fatal_signals(on_fatal: Callable[[], Awaitable[None]]) -> As
     loop = asyncio.get_running_loop()
     (reports, report), (answers, answer) = os.pipe(), os.pipe()
     noting: list[asyncio.Task[None]] = []
-    loop.add_reader(reports, lambda: noting.append(loop.create_task(_note(reports, answer, on_fatal))))
+
+    def read_report() -> None:
+        # At once: while the byte is there, the loop calls this again, and a second read would stop it.
+        [number] = os.read(reports, 1)
+        noting.append(loop.create_task(_note(number, answer, on_fatal)))
+
+    loop.add_reader(reports, read_report)
     extension.report_fatal_signals(report, answers, int(WAIT_S * 1000))
     try:
         yield
@@ -42,8 +48,7 @@ async def reporting_fatal_signals(on_fatal: Callable[[], Awaitable[None]]) -> As
             os.close(descriptor)
 
 
-async def _note(reports: int, answer: int, on_fatal: Callable[[], Awaitable[None]]) -> None:
-    [number] = os.read(reports, 1)
+async def _note(number: int, answer: int, on_fatal: Callable[[], Awaitable[None]]) -> None:
     try:
         await on_fatal()
         log.error("fatal_signal", signal=signal.Signals(number).name)

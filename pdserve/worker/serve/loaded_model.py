@@ -18,7 +18,7 @@ from pdserve.engine.graphs import DeviceDecoder
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import Runner
 from pdserve.engine.sampler import Sampler
-from pdserve.engine.sequence import SequenceLimits
+from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.model.batch import Batch
 from pdserve.model.decoder import Decoder
 from pdserve.worker.config import WorkerConfig
@@ -112,7 +112,7 @@ def _loaded(
 def _runner(shard: ModelShard, sampler: Sampler | CpuSampler | DeviceSampler) -> Runner:
     if isinstance(shard.step_decoder, DeviceDecoder) and not isinstance(sampler, Sampler | CpuSampler):
         return DeviceRunner(shard.step_decoder, shard.kv_cache, sampler)
-    return Runner(shard.step_decoder, shard.kv_cache, sampler)
+    return Runner(shard.step_decoder, shard.kv_cache, sampler, interrupt=shard.decoder.interrupt)
 
 
 def _borrowing(config: WorkerConfig, leases: CoreLeases | None) -> Borrowing | None:

@@ -15,6 +15,7 @@ from pdserve.base.errors import (
     StaleAttempt,
     StaleEpoch,
     StaleError,
+    TransferTimeout,
     error_classes,
     reason_of,
     reason_of_class,
@@ -39,7 +40,7 @@ _OUTCOMES = {"prefill": ("committed", "not_needed", "aborted"), "decode": ("comm
 _DIRECTIONS = {"prefill": "sent", "decode": "received"}
 
 #: Messages that can be stale, and why: the transfer has ended, or another attempt or epoch is here.
-_STALE_MESSAGES = {"prefill": ("start",), "decode": ("start", "commit", "renewal")}
+_STALE_MESSAGES = {"prefill": ("start", "event"), "decode": ("start", "event", "commit", "renewal", "prefill_locally")}
 _STALE_REASONS = tuple(map(reason_of_class, (StaleError, StaleAttempt, StaleEpoch)))
 #: Who changes roles: an operator, or the policy of routers.
 ROLE_REASONS = ("operator", "policy")
@@ -268,9 +269,11 @@ class WorkerMetrics:
         if isinstance(error, StaleError):
             self.stale_messages.labels(**self._labels, message=message, reason=reason_of(error)).inc()
 
-    def lease_expired(self, arrived: str) -> None:
-        """A reservation ended with its lease."""
-        self.leases_expired.labels(**self._labels, arrived=arrived).inc()
+    def not_received(self, error: PdserveError) -> None:
+        """A reservation ended without its blocks."""
+        self.ended(reason_of(error))
+        if isinstance(error, TransferTimeout):
+            self.leases_expired.labels(**self._labels, arrived=error.progress).inc()
 
     def labels(self, **more: str) -> dict[str, str]:
         """The labels that every metric has, and `more`."""

@@ -142,7 +142,8 @@ async def _start_accepting(worker: Worker, health: Health, grpc_health: GrpcHeal
         longest_step_s=lambda: worker.steps.longest_step_s,
     )
     worker.tasks.start(stalls, name="stalls")
-    notify.ready()
+    if notify.has_listener():
+        worker.tasks.start(notify.report_ready(), name="ready")
 
 
 def _obey(
@@ -153,6 +154,7 @@ def _obey(
     publish: Callable[[], Awaitable[None]],
 ) -> None:
     """From now on operators may drain the worker and change its role."""
+    diagnostics.rebalance = service.rebalance
     diagnostics.manual_drain = ManualDrain(worker.worker_id, service, worker.calls, health, publish)
     diagnostics.role_change = RoleChange(worker, service, health, publish)
 

@@ -15,15 +15,16 @@ from kernels.choice import Backend
 from kvtransfer.handover.memory import BlockMemory
 from kvtransfer.transport import Transport
 from pdserve.base.block_hash import hash_key
-from pdserve.base.errors import PdserveError, RequestError
-from pdserve.base.ids import Epoch, WorkerId
+from pdserve.base.errors import PdserveError
+from pdserve.base.ids import Epoch, RequestId, WorkerId
 from pdserve.base.peer_tls import PeerTls
 from pdserve.base.registry import Tier
 from pdserve.base.seals import Seals, receiver_name
 from pdserve.base.tasks import ServiceGroup, run_to_completion
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from pdserve.engine.loop import LoopConfig, StepLoop
-from pdserve.engine.step import LayersWritten, Load, Scheduler, StepOutput
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.step import LayersWritten, Load, StepOutput
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.kv_bytes.host_blocks import block_memory
 from pdserve.worker.load.cores import num_cores
@@ -31,6 +32,7 @@ from pdserve.worker.load.numerics import numerics_class
 from pdserve.worker.load.populate import KvUse
 from pdserve.worker.ranks.split import config_of_rank
 from pdserve.worker.serve.active_calls import ActiveCalls
+from pdserve.worker.serve.grammars import Grammars
 from pdserve.worker.serve.loaded_model import LoadedModel, warm_up
 from pdserve.worker.serve.loop_calls import LoopCalls
 from pdserve.worker.serve.metrics import WorkerMetrics
@@ -84,6 +86,12 @@ class TierService(Protocol):
     def stay(self) -> None:
         """Takes back `drain`: requests come again, and none has to leave."""
 
+    async def rebalance(self, num_sequences: int) -> int:
+        """Asks requests with at most so many sequences to move to other workers. Returns how many requests.
+
+        Raises: RequestError where none can.
+        """
+
     def take_role(self, tier: Tier) -> None:
         """The worker has this role from now on; requests of the former one go on. Raises: RequestError if it cannot."""
 
@@ -92,14 +100,6 @@ class TierService(Protocol):
 
     async def close(self) -> None:
         """Ends what the service still runs; called when the gRPC server has stopped."""
-
-
-def fixed_role(tier: Tier) -> RequestError:
-    """The error of a service that has one tier for life."""
-    return RequestError(
-        f"This worker has the role {tier} for life. Start it as python -m worker_svc.{tier}, as `pdserve up` does on "
-        "CPUs, to change its role."
-    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,6 +130,8 @@ class Worker:
     blocks: BlockMemory = field(init=False)
     #: The paths of blocks to other workers.
     paths: TransportPaths = field(init=False)
+    #: Those of its requests.
+    grammars: Grammars = field(init=False)
     _scheduler: Scheduler | None = None
     _loop: StepLoop | None = None
     #: Calls from the step thread to the event loop.
@@ -139,6 +141,7 @@ class Worker:
         self.steps = StepMetrics(self.metrics)
         self.paths = TransportPaths(self.transport, self.metrics, device_memory=self.config.handover_memory == "device")
         model, staging_bytes = self.model, self.config.staging_memory
+        self.grammars = Grammars(self.config.model_dir, model.limits.vocab_size)
         self.numerics_class = str(numerics_class(self.config, model.kernels, model.layout.dtype))
         if model.rank_group is not None:
             self.blocks = model.rank_group.block_memory(model.layout, model.kv_cache, staging_bytes)
@@ -166,14 +169,16 @@ class Worker:
             numerics_class=numerics,
         )
 
-    async def run(self, fn: Callable[[], T]) -> T:
+    async def run(self, fn: Callable[[], T], *, ends: RequestId | None = None) -> T:
         """Runs `fn` on the step thread between two steps. It has run when this returns, or raises a cancellation.
+
+        `ends`: the request that it ends; a step that computes nothing else is not completed first.
 
         So a request is not gone from the event loop, however often its task is cancelled, while a running step may
         still report for it: the next attempt of the request would get these reports.
         """
         try:
-            return await run_to_completion(asyncio.wrap_future(self.post(fn)))
+            return await run_to_completion(asyncio.wrap_future(self.post(fn, ends=ends)))
         finally:
             if self._loop_calls is not None:  # The caller sees reports of earlier steps before the result of its call.
                 self._loop_calls.deliver()
@@ -192,7 +197,7 @@ class Worker:
             if taken:
                 await self.run(lambda: let_go(taken[0]))
 
-    def post(self, fn: Callable[[], T]) -> Future[T]:
+    def post(self, fn: Callable[[], T], *, ends: RequestId | None = None) -> Future[T]:
         """Like `run`, without waiting.
 
         The future belongs to the step thread. Its result may overtake reports of earlier steps.
@@ -209,7 +214,7 @@ class Worker:
                 # The call may have taken or freed blocks without a step; the reported load has to follow.
                 loop_calls.post(self.steps.set_load, scheduler.load())
 
-        return step_loop.call(call)
+        return step_loop.call(call) if ends is None else step_loop.end(ends, call)
 
     @asynccontextmanager
     async def computing(self, service: TierService) -> AsyncIterator[asyncio.Future[BaseException]]:

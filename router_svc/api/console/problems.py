@@ -46,7 +46,8 @@ class Observed:
     status: str
     reason: str | None
     degraded: Mapping[str, str]
-    model: str
+    #: Names of the models that the router serves.
+    models: Sequence[str]
     expects_prefill: bool
     workers: Sequence[WorkerRecord]
     tiers: Mapping[Tier, TierLoad]
@@ -103,12 +104,12 @@ def _missing_prefill(observed: Observed) -> list[Problem]:
 
 
 def _degraded(observed: Observed) -> list[Problem]:
-    titles = {"redis": "Redis is not available"}
+    titles = {"redis": "Redis is not available", "state": "The store of responses is not available"}
     return [
         Problem(severity="warning", title=titles.get(subject, f"Degraded: {subject}"), text=_sentence(reason))
         for subject, reason in observed.degraded.items()
-        # A missing prefill tier has its own, more precise text.
-        if subject != "prefill"
+        # A missing prefill tier has its own, more precise text, unless only one of several models lacks it.
+        if subject != "prefill" or len(observed.models) > 1
     ]
 
 
@@ -166,11 +167,12 @@ def _workers(observed: Observed) -> list[Problem]:
         title = f"KV blocks take a slow path on {len(slow)} {_plural(len(slow), 'worker', 'workers')}"
         text = f"{_names([worker.worker_id for worker in slow])}: {_sentence(slow[0].transport.degraded or '')}"
         found.append(Problem(severity="warning", title=title, text=text))
-    others = [worker for worker in observed.workers if worker.model != observed.model]
+    others = [worker for worker in observed.workers if worker.model not in observed.models]
     if others:
         title = f"{len(others)} {_plural(len(others), 'worker serves', 'workers serve')} another model"
         text = (
-            f"The router serves {observed.model!r} and sends nothing to {_names([each.worker_id for each in others])}, "
+            f"The router serves {_names([repr(name) for name in observed.models])} and sends nothing to "
+            f"{_names([each.worker_id for each in others])}, "
             f"{_plural(len(others), 'which serves', 'of which the first serves')} {others[0].model!r}. "
             "Give all services the same --served-model-name."
         )

@@ -12,10 +12,11 @@ from pdserve.base.ids import WorkerId
 from pdserve.base.workers import Tier, WorkerRecord
 from router_svc.api.console.load import LoadHistory, LoadSample, TierLoad, load_of
 from router_svc.api.console.problems import Observed, Problem, find_problems
+from router_svc.api.models import Models
 from router_svc.api.openai.info import OperatorApi
 from router_svc.records.record import Json
 from router_svc.records.traces import Traces
-from router_svc.routing.cluster import TIERS, Cluster
+from router_svc.routing.cluster import TIERS
 
 #: Requests shown.
 NUM_REQUESTS = 100
@@ -28,9 +29,10 @@ class Sources:
     """Everything that the state is read from."""
 
     operator: OperatorApi
-    cluster: Cluster
+    models: Models
     traces: Traces
     mirror: PrefixMirror
+    #: Limit of each model's queue.
     max_queued: int
     clock: Callable[[], float] = time.time
 
@@ -73,8 +75,8 @@ class ClusterState:
         return {
             **described,
             "limits": {
-                "max_queued": self._sources.max_queued,
-                "expects_prefill": self._sources.cluster.policy.expects_prefill,
+                "max_queued": self._sources.max_queued * len(self._sources.models),
+                "expects_prefill": self._sources.models.first.cluster.policy.expects_prefill,
             },
             "tiers": {tier: load.as_json() for tier, load in tiers.items()},
             "problems": [problem.as_json() for problem in problems],
@@ -84,8 +86,7 @@ class ClusterState:
         }
 
     def _workers_of(self, tier: Tier) -> list[WorkerRecord]:
-        cluster = self._sources.cluster
-        return [worker for worker in cluster.directory.workers_of(tier) if worker.model == cluster.policy.model_name]
+        return [worker for backend in self._sources.models for worker in backend.cluster.workers_of(tier)]
 
     def _worker_rows(self, workers: Sequence[dict[str, Json]]) -> dict[str, Json]:
         counts = self._sources.mirror.index.block_counts()
@@ -106,7 +107,8 @@ class ClusterState:
     def _problems(
         self, router: Mapping[str, Json], tiers: Mapping[Tier, TierLoad], requests: Sequence[Mapping[str, Json]]
     ) -> list[Problem]:
-        cluster, now = self._sources.cluster, self.now()
+        models, now = self._sources.models, self.now()
+        cluster = models.first.cluster
         recent = [each for each in requests if cast(float, each["accepted_at"]) >= now - _FAILURE_WINDOW_S]
         ended = [each for each in recent if each["state"] in ("finished", "failed")]
         errors = [cast("dict[str, Json]", each["outcome"])["error"] for each in ended if each["state"] == "failed"]
@@ -115,11 +117,11 @@ class ClusterState:
                 status=str(router["status"]),
                 reason=cast("str | None", router["reason"]),
                 degraded=cast("dict[str, str]", router["degraded"]),
-                model=cluster.policy.model_name,
+                models=[backend.name for backend in models],
                 expects_prefill=cluster.policy.expects_prefill,
                 workers=[worker for tier in TIERS for worker in cluster.directory.workers_of(tier)],
                 tiers=tiers,
-                queued=cast(int, router["queued"]),
+                queued=max(backend.gate.num_waiting for backend in models),
                 max_queued=self._sources.max_queued,
                 history=self.history.since(now - _QUEUE_WINDOW_S),
                 ended=len(ended),

@@ -39,22 +39,27 @@ def error_body(error: PdserveError) -> dict[str, Json]:
     }
 
 
-def error_response(error: PdserveError) -> web.Response:
-    """The whole response."""
+def error_headers(error: PdserveError) -> dict[str, str]:
+    """What clients of any API read in headers: when to try again, and whether."""
     headers = {}
     if isinstance(error, CapacityError):
         wait_s = error.retry_after_s if isinstance(error, Overloaded) else _CAPACITY_RETRY_AFTER_S
         headers["Retry-After"] = str(math.ceil(wait_s))
     if isinstance(error, EndedEarly):
-        # OpenAI's clients repeat a request after a status of 500 or more, unless this says otherwise.
+        # OpenAI's and Anthropic's clients repeat a request after a status of 500 or more, unless this says otherwise.
         headers["x-should-retry"] = "false"
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
+    return headers
+
+
+def error_response(error: PdserveError) -> web.Response:
+    """The whole response."""
     return web.Response(
         status=codes_of(error).http,
         text=json.dumps(error_body(error)),
         content_type="application/json",
-        headers=headers,
+        headers=error_headers(error),
     )
 
 

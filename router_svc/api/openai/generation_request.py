@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from pdserve.base.errors import RequestError, TooLarge
+from pdserve.base.errors import RequestError
 from router_svc.api.generations import (
     CHAT,
     COMPLETIONS,
     DEFAULT_MAX_TOKENS,
+    Endpoint,
     GenerationFactory,
-    require_model,
 )
 from router_svc.api.ids import Ids
+from router_svc.api.openai.chat_grammar import chat_grammar
+from router_svc.api.openai.chat_prompt import chat_prompt, chat_tool_use
+from router_svc.api.openai.chat_reading import ChatReading, chat_reading, thinking_of
+from router_svc.api.openai.echoes import echoes_of
 from router_svc.api.openai.schema import ChatBody, CompletionBody, GenerationBody
+from router_svc.api.openai.tools import ToolUse
+from router_svc.api.prompt_tokens import require_few_token_ids, tokens_to_keep
+from router_svc.api.request_template import with_template
 from router_svc.api.sampling import MAX_SEQUENCES, EndpointFields
 from router_svc.api.served_model import ServedModel
+from router_svc.api.text_threads import INLINE_CHARACTERS
+from router_svc.api.thinking_budget import thinking_budget
 from router_svc.generation import Generation
+from router_svc.messages.grammar import Calls, Thinking
+from router_svc.messages.model_messages import kept_tokens
 from router_svc.records.resumable import ResponseShape, Resumable
-
-#: Characters of prompts that the choices of one response repeat.
-MAX_ECHO_CHARACTERS = 8 * 1024**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +46,23 @@ class GenerationRequest:
     include_usage: bool
     #: Whether every chunk has the usage so far, instead of only the last one.
     continuous_usage: bool
+    #: How messages are read (chats only); None: as plain text.
+    reading: ChatReading | None = None
     #: The prompts' texts, with which choices start (completions with `echo` only).
     echoes: tuple[str, ...] = ()
+    #: Whether the response has the token ids of prompts and outputs.
+    return_token_ids: bool = False
+    #: What the response repeats of its request, as JSON, where the endpoint's does.
+    request_fields: str = ""
+    #: The client gets its id at once, and comes back for the response.
+    in_background: bool = False
+    #: Another router had it.
+    is_resumed: bool = False
+    #: Whether the form of its stream lets a client say how far it has come.
+    can_be_resumed: bool = True
+    #: Alternatives of prompt tokens in the echo, and in the field `prompt_logprobs`; None: no log-probabilities there.
+    echo_logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def shape(self, header_id: str) -> ResponseShape:
         """What another router needs to make the same response. One that is not streamed becomes a stream there."""
@@ -49,11 +74,14 @@ class GenerationRequest:
             include_usage=self.include_usage or not self.stream,
             continuous_usage=self.continuous_usage,
             echoes=self.echoes,
+            reading="" if self.reading is None else self.reading.to_text(),
+            return_token_ids=self.return_token_ids,
+            request_fields=self.request_fields,
         )
 
     @classmethod
-    def resumed(cls, resumable: Resumable) -> GenerationRequest:
-        """The request that another router had."""
+    def resumed(cls, resumable: Resumable, model: ServedModel) -> GenerationRequest:
+        """The request that another router had. Raises `StaleError` if this router would answer it otherwise."""
         shape = resumable.shape
         return cls(
             response_id=shape.response_id,
@@ -61,9 +89,13 @@ class GenerationRequest:
             created=shape.created,
             generations=resumable.generations,
             stream=True,
+            is_resumed=True,
             include_usage=shape.include_usage,
             continuous_usage=shape.continuous_usage,
             echoes=shape.echoes,
+            reading=ChatReading.from_text(shape.reading, model.messages.form) if shape.reading else None,
+            return_token_ids=shape.return_token_ids,
+            request_fields=shape.request_fields,
         )
 
     @property
@@ -71,93 +103,169 @@ class GenerationRequest:
         """Choices of the response, over all prompts."""
         return sum(generation.sampling.n for generation in self.generations)
 
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether the response has log-probabilities of prompts."""
+        return self.generations[0].prompt_logprobs is not None
+
+    @property
+    def prompts_of_choices(self) -> list[Sequence[int]]:
+        """The token ids of each choice's prompt; empty if the client did not request them."""
+        if not self.return_token_ids:
+            return []
+        return [generation.prompt for generation in self.generations for _ in range(generation.sampling.n)]
+
 
 async def completion_request(
-    body: CompletionBody, model: ServedModel, ids: Ids, max_model_len: int
+    body: CompletionBody,
+    model: ServedModel,
+    ids: Ids,
+    max_model_len: int,
+    *,
+    endpoint: Endpoint = COMPLETIONS,
+    default_max_tokens: int | None = DEFAULT_MAX_TOKENS,
 ) -> GenerationRequest:
-    """The generations of a completion. Raises `RequestError`."""
-    require_model(body.model, model)
-    if len(body.prompt) * (body.n or 1) > MAX_SEQUENCES:
-        # Checked before any text is tokenized.
-        raise RequestError(
-            f"{len(body.prompt)} prompts with n = {body.n or 1} are more than {MAX_SEQUENCES} sequences. "
-            "Split the request.",
-            param="n",
-        )
-    prompts = await _token_ids(body, model, max_model_len)
-    fields = EndpointFields(max_tokens=body.max_tokens, default_max_tokens=DEFAULT_MAX_TOKENS, logprobs=body.logprobs)
+    """The generations of a completion. Raises `RequestError`. `endpoint`: the one that has made one of its request.
+
+    `default_max_tokens`: how many tokens it may have without `max_tokens`; None: the rest of the context.
+    """
+    # Before any text is tokenized.
+    _require_few_sequences(len(body.prompt), body.n or 1)
+    output_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+    keep = tokens_to_keep(body.truncate_prompt_tokens, output_tokens, max_model_len)
+    prompts = await _token_ids(body, model, max_model_len, keep)
+    echo_logprobs = body.logprobs if body.echo else None
+    fields = EndpointFields(
+        max_tokens=body.max_tokens,
+        default_max_tokens=default_max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=max((k for k in (echo_logprobs, body.prompt_logprobs) if k is not None), default=None),
+        grammar=await model.grammar_of(body),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=await model.bad_words(body.bad_words or ()),
+    )
     factory = GenerationFactory(
         model=model,
         max_model_len=max_model_len,
         ids=ids,
-        endpoint=COMPLETIONS,
+        endpoint=endpoint,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
     )
     generations = await factory.make(body, fields, prompts)
-    echoes = await _echoes(body, model) if body.echo else []
-    return _request(body, model, ids, generations, tuple(echoes))
+    echoes = await echoes_of(body, model, [] if keep is None else prompts) if body.echo else []
+    return replace(_request(body, model, ids, generations, tuple(echoes)), echo_logprobs=echo_logprobs)
 
 
-async def chat_request(body: ChatBody, model: ServedModel, ids: Ids, max_model_len: int) -> GenerationRequest:
-    """The generation of a chat. Raises `RequestError`."""
-    require_model(body.model, model)
-    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+def _require_few_sequences(num_prompts: int, n: int) -> None:
+    if num_prompts * n > MAX_SEQUENCES:
         raise RequestError(
-            "`max_tokens` and `max_completion_tokens` differ. Send only one of them.", param="max_completion_tokens"
+            f"{num_prompts} prompts with n = {n} are more than {MAX_SEQUENCES} sequences. Split the request.",
+            param="n",
         )
-    prompt = await model.encode_chat(
-        [message.for_template() for message in body.messages],
-        add_generation_prompt=body.add_generation_prompt is not False,
-        # The template writes the special tokens itself.
-        add_special_tokens=bool(body.add_special_tokens),
-        template_kwargs=body.chat_template_kwargs or {},
-    )
-    if not prompt:
-        raise RequestError("`messages` have no tokens. Send at least one message with content.", param="messages")
-    fields = EndpointFields(
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        default_max_tokens=None,
-        max_tokens_param="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
+
+
+async def chat_request(
+    body: ChatBody,
+    model: ServedModel,
+    ids: Ids,
+    max_model_len: int,
+    *,
+    endpoint: Endpoint = CHAT,
+    default_max_tokens: int | None = None,
+) -> GenerationRequest:
+    """The generation of a chat. Raises `RequestError`. `endpoint`: the one that has made a chat of its request.
+
+    `default_max_tokens`: how many tokens it may have without `max_tokens`, or fewer if the context ends before.
+    """
+    model = await with_template(model, body.chat_template)
+    use = chat_tool_use(body, model)
+    keep = tokens_to_keep(body.truncate_prompt_tokens, _chat_max_tokens(body) or 1, max_model_len)
+    prompt = await chat_prompt(body, model, use, keep)
+    reading = _reading(body, model, use, prompt)
+    fields = await _chat_fields(body, model, use, reading)
+    fields = replace(fields, default_max_tokens=default_max_tokens)
     factory = GenerationFactory(
         model=model,
         max_model_len=max_model_len,
         ids=ids,
-        endpoint=CHAT,
+        endpoint=endpoint,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
     )
-    return _request(body, model, ids, await factory.make(body, fields, [prompt]), ())
+    generations = await factory.make(body, fields, [prompt])
+    return replace(_request(body, model, ids, generations, ()), reading=reading)
 
 
-async def _token_ids(body: CompletionBody, model: ServedModel, max_model_len: int) -> list[list[int]]:
-    token_ids = [prompt for prompt in body.prompt if isinstance(prompt, list)]
+async def _chat_fields(body: ChatBody, model: ServedModel, use: ToolUse, reading: ChatReading | None) -> EndpointFields:
+    """The fields of a chat. Raises `RequestError`."""
+    grammar = await _chat_grammar(body, model, use, reading)
+    thinking = Thinking.NONE if reading is None else thinking_of(reading)
+    return EndpointFields(
+        max_tokens=_chat_max_tokens(body),
+        default_max_tokens=None,
+        max_tokens_param="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        grammar=grammar,
+        kept_tokens=() if reading is None else kept_tokens(reading.form, model.tokenizer),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=await model.bad_words(body.bad_words or ()),
+        thinking=await thinking_budget(model, body.thinking_token_budget, thinking, has_grammar=bool(grammar)),
+    )
+
+
+def _chat_max_tokens(body: ChatBody) -> int | None:
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise RequestError(
+            "`max_tokens` and `max_completion_tokens` differ. Send only one of them.", param="max_completion_tokens"
+        )
+    return body.max_completion_tokens or body.max_tokens
+
+
+def _reading(body: ChatBody, model: ServedModel, use: ToolUse, prompt: list[int]) -> ChatReading | None:
+    """How the answers are read. Raises `RequestError` if they would start within a call."""
+    reading = chat_reading(model, use, prompt, shows_thinking=body.include_reasoning is not False)
+    if body.continue_final_message and reading is not None and reading.parser().starts_in_call:
+        raise RequestError(
+            "`continue_final_message` cannot go on within a call. End the message before it.",
+            param="continue_final_message",
+        )
+    return reading
+
+
+async def _chat_grammar(body: ChatBody, model: ServedModel, use: ToolUse, reading: ChatReading | None) -> str:
+    """What the answer has to match; empty: anything. Raises `RequestError`."""
+    text = await model.grammar_of(body)
+    if reading is None and use.calls is Calls.REQUIRED:
+        raise RequestError(
+            "`tool_choice` requires calls, but this router takes messages for plain text (--message-format none).",
+            param="tool_choice",
+        )
+    if reading is None or not (use.tools or text):
+        return text
+    special_tokens, thinking = model.tokenizer.special_tokens, thinking_of(reading)
+
+    def find() -> str:
+        key = hashlib.sha256(repr((use, thinking, text)).encode(errors="surrogatepass")).digest()
+        return model.grammars.get(key, lambda: chat_grammar(reading.form, use, thinking, text, special_tokens))
+
+    # Never on the event loop: tools can take long to check.
+    return await model.threads.run(INLINE_CHARACTERS + 1, find)
+
+
+async def _token_ids(body: CompletionBody, model: ServedModel, max_model_len: int, keep: int | None) -> list[list[int]]:
+    token_ids = [prompt if keep is None else prompt[-keep:] for prompt in body.prompt if isinstance(prompt, list)]
     if token_ids:
         await model.check_prompts(token_ids, max_model_len)
         return token_ids
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     encoded = await model.encode(
-        texts, add_special_tokens=body.add_special_tokens is not False, max_model_len=max_model_len
+        texts, add_special_tokens=body.add_special_tokens is not False, max_model_len=max_model_len, keep=keep
     )
     if not all(encoded):
         raise RequestError("`prompt` has no tokens. Send a text that is not empty.", param="prompt")
     return encoded
-
-
-async def _echoes(body: CompletionBody, model: ServedModel) -> list[str]:
-    """The texts of the prompts. Raises `TooLarge` if all choices together repeat too much of them."""
-    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-    texts = texts or await model.decode([prompt for prompt in body.prompt if isinstance(prompt, list)])
-    repeated = sum(map(len, texts)) * (body.n or 1)
-    if repeated > MAX_ECHO_CHARACTERS:
-        raise TooLarge(
-            f"`echo` with n = {body.n or 1} repeats {repeated} characters of prompts (limit {MAX_ECHO_CHARACTERS}). "
-            "Lower n, or leave echo out.",
-            param="echo",
-        )
-    return texts
 
 
 def _request(
@@ -168,6 +276,8 @@ def _request(
     echoes: tuple[str, ...],
 ) -> GenerationRequest:
     options = body.stream_options
+    if body.return_token_ids:
+        require_few_token_ids(sum(len(each.prompt) * each.sampling.n for each in generations))
     return GenerationRequest(
         response_id=ids.response,
         model=model.name,
@@ -177,4 +287,6 @@ def _request(
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=options is not None and bool(options.include_usage and options.continuous_usage_stats),
         echoes=echoes,
+        return_token_ids=bool(body.return_token_ids),
+        prompt_logprobs=body.prompt_logprobs,
     )

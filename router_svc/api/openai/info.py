@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 
 from aiohttp import web
 
@@ -14,112 +13,136 @@ from pdserve.base.errors import NotFound, RequestError, TooLarge
 from pdserve.base.store import Store
 from pdserve.base.tasks import in_turns
 from pdserve.base.workers import WorkerRecord
-from router_svc.api.authentication import scope_of
-from router_svc.api.generations import require_model
+from router_svc.api.authentication import client_of, scope_of
 from router_svc.api.http_request import read_body
 from router_svc.api.ids import is_traceable_id
 from router_svc.api.intake import Intake
 from router_svc.api.json_pieces import list_to_json, text_to_json, to_json
-from router_svc.api.openai.answers import Model, ModelList, Version
+from router_svc.api.models import ModelBackend, Models
+from router_svc.api.openai.answers import Model, ModelList, TokenizerInfo, Version
+from router_svc.api.openai.chat_prompt import messages_for_template, with_documents
 from router_svc.api.openai.schema import DetokenizeBody, TokenizeBody
 from router_svc.api.openai.shapes import Fields
-from router_svc.api.served_model import ServedModel, check_token_ids
+from router_svc.api.openai.tools import tool_use
+from router_svc.api.request_template import with_template
+from router_svc.api.served_model import check_token_ids
 from router_svc.records.traces import Traces
-from router_svc.request.gate import Gate
-from router_svc.routing.cluster import TIERS, Cluster
+from router_svc.routing.cluster import TIERS
 
 #: Entries of /v1/requests: by default, and the upper bound.
 DEFAULT_REQUESTS, MAX_REQUESTS = 100, 1000
 
 
 class ModelApi:
-    """/v1/models, /version, /tokenize and /detokenize."""
+    """/v1/models, /version, /tokenizer_info, /tokenize and /detokenize."""
 
-    def __init__(self, model: ServedModel, max_model_len: Callable[[], int], intake: Intake) -> None:
-        self._model = model
-        self._max_model_len = max_model_len
+    def __init__(self, models: Models, intake: Intake) -> None:
+        self._models = models
         self._intake = intake
         self._created = int(time.time())
 
     def routes(self) -> list[web.RouteDef]:
         """The endpoints for the application."""
         return [
-            web.get("/v1/models", self._models),
+            web.get("/v1/models", self._list),
             # Names such as `org/model` contain slashes.
             web.get("/v1/models/{name:.+}", self._one_model),
             web.get("/version", self._version),
+            web.get("/tokenizer_info", self._tokenizer_info),
             web.post("/tokenize", self._tokenize),
             web.post("/detokenize", self._detokenize),
         ]
 
-    async def _models(self, _: web.Request) -> web.Response:
-        listed: ModelList = {"object": "list", "data": [self._card()]}
+    async def _list(self, request: web.Request) -> web.Response:
+        cards = [self._card(name, backend) for name, backend in self._models.listed(client_of(request))]
+        listed: ModelList = {"object": "list", "data": cards}
         return _json(listed)
 
     async def _one_model(self, request: web.Request) -> web.Response:
-        require_model(request.match_info["name"], self._model)
-        return _json(self._card())
+        name = request.match_info["name"]
+        return _json(self._card(name, self._models.chosen(name, client_of(request))))
 
     async def _version(self, _: web.Request) -> web.Response:
         version: Version = {"version": pdserve.__version__}
         return _json(version)
 
+    async def _tokenizer_info(self, request: web.Request) -> web.Response:
+        chosen = self._models.chosen(request.query.get("model"), client_of(request))
+        model, special = chosen.model, chosen.model.template.special_tokens
+        info: TokenizerInfo = {
+            "tokenizer_class": model.tokenizer_class,
+            "vocab_size": model.vocab_size,
+            "model_max_length": chosen.max_model_len(),
+            "bos_token": special.get("bos_token"),
+            "eos_token": special.get("eos_token"),
+            "unk_token": special.get("unk_token"),
+            "pad_token": special.get("pad_token"),
+            "sep_token": special.get("sep_token"),
+            "cls_token": special.get("cls_token"),
+            "eos_token_ids": [*model.tokenizer.eos_token_ids],
+            "chat_template": model.template.source or None,
+        }
+        return _json(info)
+
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await read_body(request, TokenizeBody, self._intake)
-        require_model(body.model, self._model)
+        chosen = self._models.chosen(body.model, client_of(request))
+        model = chosen.model
         if body.messages is not None:
-            token_ids = await self._model.encode_chat(
-                [message.for_template() for message in body.messages],
+            model = await with_template(model, body.chat_template)
+            token_ids = await model.encode_chat(
+                await messages_for_template(body.messages, model),
                 add_generation_prompt=body.add_generation_prompt is not False,
                 add_special_tokens=bool(body.add_special_tokens),
-                template_kwargs=body.chat_template_kwargs or {},
+                template_kwargs=with_documents(body.chat_template_kwargs or {}, body, model),
+                tools=tool_use(body.tools or (), None, is_parallel=True).for_template,
             )
         else:
             special = body.add_special_tokens is not False
-            [token_ids] = await self._model.encode([body.prompt or ""], add_special_tokens=special)
-        counts = to_json({"count": len(token_ids), "max_model_len": self._max_model_len()})
-        to_str = self._model.tokenizer.token_str
+            [token_ids] = await model.encode([body.prompt or ""], add_special_tokens=special)
+        counts = to_json({"count": len(token_ids), "max_model_len": chosen.max_model_len()})
+        to_str = model.tokenizer.token_str
 
         def answer() -> bytes:
             strs = list_to_json(token_ids, to_str) if body.return_token_strs else b"null"
             return b'%b,"tokens":%b,"token_strs":%b}' % (counts[:-1], list_to_json(token_ids, lambda each: each), strs)
 
-        text = await self._model.threads.run(len(token_ids), answer)
+        text = await model.threads.run(len(token_ids), answer)
         return web.Response(body=text, content_type="application/json")
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         body = await read_body(request, DetokenizeBody, self._intake)
-        require_model(body.model, self._model)
-        limit = max(self._model.max_position_embeddings, self._max_model_len())
+        chosen = self._models.chosen(body.model, client_of(request))
+        limit = max(chosen.model.max_position_embeddings, chosen.max_model_len())
         if len(body.tokens) > limit:
             raise TooLarge(
                 f"`tokens` has {len(body.tokens)} token ids, but the context holds {limit}. Send it in parts.",
                 param="tokens",
             )
-        check_token_ids(body.tokens, self._model.vocab_size, param="tokens")
-        [text] = await self._model.decode([body.tokens])
-        answer = await self._model.threads.run(len(text), lambda: b'{"prompt":%b}' % text_to_json(text))
+        check_token_ids(body.tokens, chosen.model.vocab_size, param="tokens")
+        [text] = await chosen.model.decode([body.tokens])
+        answer = await chosen.model.threads.run(len(text), lambda: b'{"prompt":%b}' % text_to_json(text))
         return web.Response(body=answer, content_type="application/json")
 
-    def _card(self) -> Model:
+    def _card(self, name: str, backend: ModelBackend) -> Model:
         return {
-            "id": self._model.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "pdserve",
-            "root": self._model.name,
+            "root": backend.name,
             "parent": None,
-            "max_model_len": self._max_model_len(),
+            "max_model_len": backend.max_model_len(),
+            "default_sampling_params": backend.model.defaults.model_dump(exclude_none=True),
         }
 
 
 class OperatorApi:
     """/v1/cluster, /v1/requests and /v1/requests/{id}/trace, for the console, `pdserve status` and `pdserve trace`."""
 
-    def __init__(self, cluster: Cluster, traces: Traces, gate: Gate, health: Health, store: Store) -> None:
-        self._cluster = cluster
+    def __init__(self, models: Models, traces: Traces, health: Health, store: Store) -> None:
+        self._models = models
         self._traces = traces
-        self._gate = gate
         self._health = health
         self._store = store
 
@@ -133,7 +156,8 @@ class OperatorApi:
 
     def describe(self) -> dict[str, object]:
         """The state of the cluster, as `GET /v1/cluster` answers it."""
-        workers = [worker for tier in TIERS for worker in self._cluster.directory.workers_of(tier)]
+        directory = self._models.first.cluster.directory
+        workers = [worker for tier in TIERS for worker in directory.workers_of(tier)]
         return {
             "router": self.describe_router(),
             "redis": {"available": self._store.available},
@@ -141,14 +165,16 @@ class OperatorApi:
         }
 
     def describe_router(self) -> dict[str, object]:
-        """The state of the router alone."""
+        """The state of the router alone: of its first model, then of each if there are several."""
+        models = [_state_of(backend) for backend in self._models]
         return {
             **self._health.describe(),
             "version": pdserve.__version__,
-            "model": self._cluster.policy.model_name,
-            "model_revision": self._cluster.policy.model_revision,
-            "running": self._gate.num_admitted,
-            "queued": self._gate.num_waiting,
+            "model": models[0]["model"],
+            "model_revision": models[0]["model_revision"],
+            "running": sum(backend.gate.num_admitted for backend in self._models),
+            "queued": sum(backend.gate.num_waiting for backend in self._models),
+            **({"models": models} if len(models) > 1 else {}),
         }
 
     async def _cluster_state(self, _: web.Request) -> web.Response:
@@ -182,6 +208,16 @@ def _limit(text: str | None) -> int:
     if text.isascii() and text.isdigit() and len(text) <= len(str(MAX_REQUESTS)) and 1 <= int(text) <= MAX_REQUESTS:
         return int(text)
     raise RequestError(f"`limit` is {text[:20]!r}; it must be a whole number from 1 to {MAX_REQUESTS}.", param="limit")
+
+
+def _state_of(backend: ModelBackend) -> dict[str, object]:
+    return {
+        "model": backend.name,
+        "model_revision": backend.cluster.policy.model_revision,
+        "ready": bool(backend.cluster.ready("decode")),
+        "running": backend.gate.num_admitted,
+        "queued": backend.gate.num_waiting,
+    }
 
 
 def _worker(worker: WorkerRecord) -> Fields:

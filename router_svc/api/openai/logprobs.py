@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pdserve.base.sampling import TokenLogprobs
 from pdserve.model.tokenizer import Tokenizer
@@ -17,18 +17,25 @@ _PIECE_ENTRIES = 256
 
 def chat_logprobs(token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> ChatLogprobs:
     """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""
-    return {"content": _content(token_ids, entries, tokenizer), "refusal": None}
+    return {"content": logprob_entries(token_ids, entries, tokenizer), "refusal": None}
 
 
 def chat_logprobs_pieces(
     token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer
 ) -> Iterator[bytes]:
     """`chat_logprobs` as JSON. Each piece is little work."""
-    yield b'{"content":['
-    for chunk in _chunks(entries):
+    yield b'{"content":'
+    yield from entry_pieces(token_ids, entries, tokenizer)
+    yield b',"refusal":null}'
+
+
+def entry_pieces(token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> Iterator[bytes]:
+    """`logprob_entries` as JSON. Each piece is little work."""
+    yield b"["
+    for chunk in chunks_of(entries):
         separator = b"," if chunk.start else b""
-        yield separator + to_json(_content(token_ids[chunk], entries[chunk], tokenizer))[1:-1]
-    yield b'],"refusal":null}'
+        yield separator + to_json(logprob_entries(token_ids[chunk], entries[chunk], tokenizer))[1:-1]
+    yield b"]"
 
 
 def completion_logprobs(
@@ -40,43 +47,57 @@ def completion_logprobs(
     """
     tokens, offsets = [], []
     for token_id in token_ids:
-        text = _text(token_id, tokenizer)
+        text = text_of(token_id, tokenizer)
         tokens.append(text)
         offsets.append(offset)
         offset += len(text)
     shaped: CompletionLogprobs = {
         "tokens": [*tokens],
-        "token_logprobs": [_finite(entry.logprob) for entry in entries],
-        "top_logprobs": [_top(token_id, entry, tokenizer) for token_id, entry in zip(token_ids, entries, strict=True)],
+        "token_logprobs": [finite(entry.logprob) for entry in entries],
+        "top_logprobs": [likeliest(*pair, tokenizer) for pair in zip(token_ids, entries, strict=True)],
         "text_offset": [*offsets],
     }
     return shaped, offset
 
 
-def completion_logprobs_pieces(
-    token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer
-) -> Iterator[bytes]:
-    """`completion_logprobs` as JSON. Each piece is little work, and some are empty."""
-    lists: dict[str, list[bytes]] = {}
-    offset = 0
-    for chunk in _chunks(entries):
+def completion_chunks(
+    token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, *, offset: int = 0
+) -> Iterator[CompletionLogprobs]:
+    """`completion_logprobs` of some tokens after the other. Each is little work."""
+    for chunk in chunks_of(entries):
         shaped, offset = completion_logprobs(token_ids[chunk], entries[chunk], tokenizer, offset=offset)
+        yield shaped
+
+
+def completion_logprobs_pieces(chunks: Iterable[CompletionLogprobs]) -> Iterator[bytes]:
+    """All chunks together as JSON. Each piece is little work, and some are empty."""
+    lists: dict[str, list[bytes]] = {name: [] for name in CompletionLogprobs.__annotations__}
+    for shaped in chunks:
         for name, values in shaped.items():
-            lists.setdefault(name, []).append(to_json(values)[1:-1])
+            lists[name].append(to_json(values)[1:-1])
         yield b""
     yield b"{%b}" % b",".join(b"%b:[%b]" % (to_json(name), b",".join(pieces)) for name, pieces in lists.items())
 
 
-def _chunks(entries: Sequence[TokenLogprobs]) -> Iterator[slice]:
+def chunks_of(entries: Sequence[TokenLogprobs]) -> Iterator[slice]:
     """Slices of tokens with about `_PIECE_ENTRIES` log-probabilities each."""
-    step = max(1, _PIECE_ENTRIES // (1 + max(len(entry.top_ids) for entry in entries)))
+    step = tokens_per_piece(entries)
     return (slice(start, start + step) for start in range(0, len(entries), step))
 
 
-def _content(token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> list[TokenLogprob]:
+def tokens_per_piece(entries: Sequence[TokenLogprobs]) -> int:
+    """Tokens with about `_PIECE_ENTRIES` log-probabilities."""
+    return max(1, _PIECE_ENTRIES // (1 + max((len(entry.top_ids) for entry in entries), default=0)))
+
+
+def logprob_entries(
+    token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer
+) -> list[TokenLogprob]:
+    """One entry per token, with its id and those of its alternatives."""
     return [
         {
             **_token(token_id, entry.logprob, tokenizer),
+            "rank": entry.rank,
             "top_logprobs": [
                 _token(top_id, logprob, tokenizer)
                 for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
@@ -86,27 +107,30 @@ def _content(token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokeniz
     ]
 
 
-def _top(token_id: int, entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
+def likeliest(token_id: int, entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
     """The most likely tokens, and always the sampled one."""
     top: dict[str, float] = {}
     for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
         # Two tokens can have the same text, such as incomplete characters: the likelier one stays.
-        top.setdefault(_text(top_id, tokenizer), _finite(logprob))
-    top.setdefault(_text(token_id, tokenizer), _finite(entry.logprob))
+        top.setdefault(text_of(top_id, tokenizer), finite(logprob))
+    top.setdefault(text_of(token_id, tokenizer), finite(entry.logprob))
     return top
 
 
 def _token(token_id: int, logprob: float, tokenizer: Tokenizer) -> TopLogprob:
     return {
-        "token": _text(token_id, tokenizer),
-        "logprob": _finite(logprob),
+        "token_id": token_id,
+        "token": text_of(token_id, tokenizer),
+        "logprob": finite(logprob),
         "bytes": list(tokenizer.token_bytes(token_id)),
     }
 
 
-def _text(token_id: int, tokenizer: Tokenizer) -> str:
+def text_of(token_id: int, tokenizer: Tokenizer) -> str:
+    """The text of one token. Bytes that are no character become U+FFFD."""
     return tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """The log-probability as JSON can have it."""
     return max(logprob, _LOWEST)

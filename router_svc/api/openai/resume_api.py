@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from aiohttp import web
 
-from pdserve.base.errors import PdserveError
+from pdserve.base.errors import PdserveError, StaleError
 from router_svc.api.authentication import client_of
 from router_svc.api.event_ids import HEADER, Seen, parse_event_id
-from router_svc.api.generations import CHAT
+from router_svc.api.event_stream import EventStream, Formatter
 from router_svc.api.http_request import IDS
 from router_svc.api.ids import Ids
-from router_svc.api.openai.event_stream import EventStream
-from router_svc.api.openai.generation_api import timeout_of
 from router_svc.api.openai.generation_request import GenerationRequest
-from router_svc.api.openai.shapes import ChatFormat, CompletionFormat, ResponseFormatter
 from router_svc.api.request_span import TRACE
+from router_svc.api.responder import FormatterOf, Responder, timeout_of
 from router_svc.api.resuming import HTTP, Resuming, event_ids
-from router_svc.api.served_model import ServedModel
 from router_svc.records.stream_log import StreamLog
 from router_svc.request.replayed import ReplayedStream
-from router_svc.request.requests import Requests
 
 
 class ResumeApi:
     """/v1/requests/{id}/stream."""
 
-    def __init__(self, model: ServedModel, requests: Requests, resuming: Resuming) -> None:
-        self._model = model
-        self._requests = requests
+    def __init__(self, responder: Responder, resuming: Resuming, formatters: Mapping[str, FormatterOf]) -> None:
+        """`formatters`: the format of a stream by the endpoint of its request."""
+        self._responder = responder
         self._resuming = resuming
+        self._formatters = formatters
 
     def routes(self) -> list[web.RouteDef]:
         """The endpoint for the application."""
@@ -37,25 +36,29 @@ class ResumeApi:
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         client, seen = client_of(request), parse_event_id(request.headers.get(HEADER, ""))
         async with self._resuming.taken(client, HTTP, request.match_info["id"], seen) as (log, is_complete):
-            generation = GenerationRequest.resumed(log.resumable)
+            backend, requests = self._responder.backend(request, log.resumable.shape.model), self._responder.open
+            generation = GenerationRequest.resumed(log.resumable, backend.model)
             request[IDS] = ids = Ids(prefix="", header=log.resumable.shape.header_id)
             formatter = self._formatter(generation, log, seen)
             events = EventStream(request, ids)
             try:
                 if is_complete:
-                    await events.send(formatter, ReplayedStream(log, self._model.tokenizer))
+                    await events.send(formatter, ReplayedStream(log, backend.model.tokenizer))
                     return await events.end()
-                request_id, timeout_s = generation.generations[0].request_id, timeout_of(request, self._requests)
-                async with self._requests.open.entered(request_id, client.tenant, timeout_s) as opened:
+                request_id, timeout_s = generation.generations[0].request_id, timeout_of(request, requests)
+                async with requests.entered(request_id, client.tenant, timeout_s) as opened:
                     opened.trace = request.get(TRACE)
-                    async with self._requests.run(generation.generations, client, opened, log) as stream:
+                    async with backend.requests.run(generation.generations, client, opened, log) as stream:
                         await events.send(formatter, stream)
             except PdserveError as error:
                 events.fail(error)
             return await events.end()
 
-    def _formatter(self, generation: GenerationRequest, log: StreamLog, seen: Seen) -> ResponseFormatter:
-        tokenizer = self._model.tokenizer
-        is_chat = generation.generations[0].endpoint == CHAT.name
-        choices = ChatFormat(tokenizer) if is_chat else CompletionFormat(generation, tokenizer)
-        return ResponseFormatter(generation, choices, event_ids(log, seen))
+    def _formatter(self, generation: GenerationRequest, log: StreamLog, seen: Seen) -> Formatter:
+        endpoint = generation.generations[0].endpoint
+        formatter_of = self._formatters.get(endpoint)
+        if formatter_of is None:
+            raise StaleError(
+                f"The stream is of {endpoint}, which this router does not serve. Resume it on another one."
+            )
+        return formatter_of(generation, event_ids(log, seen))

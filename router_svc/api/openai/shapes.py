@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import pdserve
-from pdserve.base.sampling import FinishReason, TokenLogprobs
-from pdserve.model.tokenizer import Tokenizer
+from pdserve.base.errors import PdserveError
 from router_svc.api.event_ids import EventIds
-from router_svc.api.json_pieces import text_to_json, to_json
+from router_svc.api.event_stream import EVENTS
+from router_svc.api.json_pieces import to_json
 from router_svc.api.openai.answers import (
     ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessageAnswer,
     CompletionChunkChoice,
-    CompletionLogprobs,
-    Ending,
     Usage,
 )
+from router_svc.api.openai.choices import CollectedChoice
+from router_svc.api.openai.errors import error_body
 from router_svc.api.openai.generation_request import GenerationRequest
-from router_svc.api.openai.logprobs import (
-    chat_logprobs,
-    chat_logprobs_pieces,
-    completion_logprobs,
-    completion_logprobs_pieces,
-)
 from router_svc.records.record import Json
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.stream import TokenUsage
@@ -58,124 +48,37 @@ async def in_slices(pieces: Iterable[bytes]) -> bytes:
     return b"".join(joined)
 
 
-@dataclass(slots=True)
-class CollectedChoice:
-    """The whole output of one choice."""
-
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-
-    def add(self, delta: ChoiceDelta) -> None:
-        """Adds new output."""
-        self.text.append(delta.text)
-        self.token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-
-
 class ChoiceFormat(Protocol):
     """The contents of an endpoint's choices."""
 
     chunk_object: str
     whole_object: str
 
+    @property
+    def counts_reasoning(self) -> bool:
+        """Whether there can be tokens of thinking, so that every token has to be read."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of thinking so far."""
+
     def opening(self, index: int) -> ChunkChoice | None:
         """The event of a choice before its first token, if any."""
 
-    def chunk(self, delta: ChoiceDelta) -> ChunkChoice:
-        """The choice in one chunk. Call it in order: formats may keep offsets."""
+    def scored(self, delta: ChoiceDelta) -> Iterator[bytes]:
+        """The event of a choice that starts with the log-probabilities of its prompt, as JSON in pieces."""
+
+    def shared_fields(self) -> Iterator[bytes]:
+        """Fields of the whole response, and of the first event of a stream, as JSON with a comma before each.
+
+        Of a whole response, call it behind the choices.
+        """
+
+    def chunk(self, delta: ChoiceDelta) -> ChunkChoice | None:
+        """The choice in one chunk, unless all is held back. Call it in order: formats may keep offsets."""
 
     def whole(self, index: int, collected: CollectedChoice) -> Iterator[bytes]:
         """The complete choice as JSON, in pieces that are little work each."""
-
-
-class CompletionFormat:
-    """Choices with `text`."""
-
-    chunk_object = "text_completion"
-    whole_object = "text_completion"
-
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        choices_per_prompt = request.generations[0].sampling.n
-        self._echoes = [echo for echo in request.echoes for _ in range(choices_per_prompt)]
-        #: Characters of the tokens of each choice so far.
-        self._offsets: dict[int, int] = {}
-
-    def opening(self, index: int) -> CompletionChunkChoice | None:
-        """The prompt, if the client requested an echo."""
-        if not self._echoes:
-            return None
-        return {"index": index, "text": self._echoes[index], "logprobs": None, "finish_reason": None}
-
-    def chunk(self, delta: ChoiceDelta) -> CompletionChunkChoice:
-        """New text."""
-        index = delta.choice_index
-        logprobs = self._logprobs(index, delta.token_ids, delta.logprobs)
-        return {"index": index, "text": delta.text, "logprobs": logprobs, **_ending(delta)}
-
-    def whole(self, index: int, collected: CollectedChoice) -> Iterator[bytes]:
-        """The whole text, after the prompt if the client requested an echo."""
-        text = "".join([*self._echoes[index : index + 1], *collected.text])
-        yield b'{"index":%d,"text":%b,"logprobs":' % (index, text_to_json(text))
-        if collected.logprobs:
-            yield from completion_logprobs_pieces(collected.token_ids, collected.logprobs, self._tokenizer)
-        else:
-            yield b"null"
-        yield b"," + to_json(_ending(collected))[1:]
-
-    def _logprobs(
-        self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]
-    ) -> CompletionLogprobs | None:
-        if not entries:
-            return None
-        offset = self._offsets.get(index, 0)
-        shaped, self._offsets[index] = completion_logprobs(token_ids, entries, self._tokenizer, offset=offset)
-        return shaped
-
-
-class ChatFormat:
-    """Choices with a `message`, or a `delta` of one."""
-
-    chunk_object = "chat.completion.chunk"
-    whole_object = "chat.completion"
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def opening(self, index: int) -> ChatChunkChoice | None:
-        """The role of the message."""
-        delta: ChatDelta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def chunk(self, delta: ChoiceDelta) -> ChatChunkChoice:
-        """New text of the message."""
-        content: ChatDelta = {"content": delta.text} if delta.text else {}
-        logprobs = self._logprobs(delta.token_ids, delta.logprobs)
-        return {"index": delta.choice_index, "delta": content, "logprobs": logprobs, **_ending(delta)}
-
-    def whole(self, index: int, collected: CollectedChoice) -> Iterator[bytes]:
-        """The message."""
-        message: ChatMessageAnswer = {"role": "assistant", "content": "".join(collected.text), "refusal": None}
-        yield b'{"index":%d,"message":%b,"logprobs":' % (index, to_json(message))
-        if collected.logprobs:
-            yield from chat_logprobs_pieces(collected.token_ids, collected.logprobs, self._tokenizer)
-        else:
-            yield b"null"
-        yield b"," + to_json(_ending(collected))[1:]
-
-    def _logprobs(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
-        return chat_logprobs(token_ids, entries, self._tokenizer) if entries else None
-
-
-def _ending(choice: ChoiceDelta | CollectedChoice) -> Ending:
-    return {
-        "finish_reason": choice.finish_reason.value if choice.finish_reason else None,
-        "stop_reason": choice.stop_reason,
-    }
 
 
 _COMMENT = b": the next token is awaited"
@@ -183,6 +86,8 @@ _COMMENT = b": the next token is awaited"
 
 class ResponseFormatter:
     """Formats one response, in chunks or whole."""
+
+    content_type = EVENTS
 
     def __init__(self, request: GenerationRequest, choices: ChoiceFormat, ids: EventIds | None = None) -> None:
         """`ids` of the events, some of which the client may have; None: events have no ids."""
@@ -206,7 +111,7 @@ class ResponseFormatter:
         """
         return _COMMENT + (b"\n\n" if self._ids is None else b"\n")
 
-    async def opening(self) -> bytes:
+    async def opening(self, _: TokenUsage, /) -> bytes:
         """The events before any token."""
         return await in_slices(map(self._opening, range(self._request.num_choices)))
 
@@ -214,36 +119,53 @@ class ResponseFormatter:
         opening = self._format.opening(index)
         if opening is None:
             return b""
-        return self._numbered(None if self._ids is None else self._ids.opening(index), self._event(opening, None))
+        # The first event of the response has what is not its choices'.
+        event = self._event(opening, None, b"" if index else b"".join(self._format.shared_fields()))
+        return self._numbered(None if self._ids is None else self._ids.opening(index), event)
 
     async def events(self, deltas: Sequence[ChoiceDelta], usage: TokenUsage | None) -> bytes:
         """An event for each delta with visible output. Text that is held back gives no event."""
+        if deltas[0].prompt_logprobs is not None:
+            return await in_slices(self._scored(deltas, usage))
         events = (self._of_delta(delta, usage) for delta in deltas)
         # A few tokens without log-probabilities, as nearly all steps have, are not worth looking at the clock.
         if len(deltas) <= _FEW_DELTAS and not deltas[0].logprobs:
             return b"".join(events)
         return await in_slices(events)
 
+    def _scored(self, deltas: Sequence[ChoiceDelta], usage: TokenUsage | None) -> Iterator[bytes]:
+        """The events with which choices start if they have log-probabilities of the prompt."""
+        for delta in deltas:
+            yield self._head
+            yield from self._format.scored(delta)
+            yield self._event(None, usage).removeprefix(self._head)
+
     def _of_delta(self, delta: ChoiceDelta, usage: TokenUsage | None) -> bytes:
         event_id = None if self._ids is None else self._ids.after(delta)
-        if not (delta.text or delta.logprobs or delta.finish_reason):
+        is_read = self._format.counts_reasoning or (delta.token_ids and self._request.return_token_ids)
+        if not (delta.text or delta.logprobs or delta.finish_reason or is_read):
             return b""
         # Also of an event that the client has: formats may keep offsets.
-        return self._numbered(event_id, self._event(self._format.chunk(delta), usage))
+        chunk = self._format.chunk(delta)
+        return b"" if chunk is None else self._numbered(event_id, self._event(chunk, usage))
 
     def _numbered(self, event_id: str | None, event: bytes) -> bytes:
-        """The event with its id; nothing, where events have ids and this one has none because the client has it."""
-        if self._ids is None:
+        """The event with its id, if it has one; nothing, if the client has the event."""
+        if self._ids is None or event_id == "":
             return event
         return b"" if event_id is None else b"id: %b\n%b" % (event_id.encode(), event)
 
-    def closing(self, usage: TokenUsage) -> bytes:
+    async def closing(self, usage: TokenUsage) -> bytes:
         """The events after all tokens: the usage, if the client requested it, and the end."""
         ids = self._ids
         last = self._numbered(None if ids is None else ids.done(), DONE)
         if not self._request.include_usage:
             return last
         return self._numbered(None if ids is None else ids.usage(), self._event(None, usage)) + last
+
+    def failed(self, error: PdserveError) -> bytes:
+        """The error as an event, and the end."""
+        return b"data: %b\n\n" % to_json(error_body(error)) + DONE
 
     async def whole(self, collected: Sequence[CollectedChoice], usage: TokenUsage) -> bytes:
         """The whole response."""
@@ -255,19 +177,25 @@ class ResponseFormatter:
             if index:
                 yield b","
             yield from self._format.whole(index, choice)
-        yield b'],"usage":%b}' % to_json(_usage(usage))
+        yield b"]"
+        yield from self._format.shared_fields()
+        yield b',"usage":%b}' % to_json(self._usage(usage))
 
     def new_collection(self) -> list[CollectedChoice]:
         """An empty choice for each choice of the response."""
         return [CollectedChoice() for _ in range(self._request.num_choices)]
 
-    def _event(self, choice: ChunkChoice | None, usage: TokenUsage | None) -> bytes:
-        """One event. Only the choice differs between the events of a response, and the usage if it was requested."""
+    def _event(self, choice: ChunkChoice | None, usage: TokenUsage | None, more: bytes = b"") -> bytes:
+        """One event. Only the choice differs between the events of a response, and the usage if it was requested.
+
+        `more` has further fields of the event, each behind a comma.
+        """
         shown = b"" if choice is None else to_json(choice)
         if not self._request.include_usage:
-            return b"%b%b]}\n\n" % (self._head, shown)
+            return b"%b%b]%b}\n\n" % (self._head, shown, more)
         # If usage was requested, OpenAI sends the field in every chunk, and a value in the last one.
-        return b'%b%b],"usage":%b}\n\n' % (self._head, shown, to_json(None if usage is None else _usage(usage)))
+        shown_usage = to_json(None if usage is None else self._usage(usage))
+        return b'%b%b]%b,"usage":%b}\n\n' % (self._head, shown, more, shown_usage)
 
     def _envelope(self, object_name: str) -> Fields:
         return {
@@ -278,11 +206,13 @@ class ResponseFormatter:
             "system_fingerprint": _FINGERPRINT,
         }
 
-
-def _usage(usage: TokenUsage) -> Usage:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
+    def _usage(self, usage: TokenUsage) -> Usage:
+        shown: Usage = {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        }
+        if self._format.counts_reasoning:
+            shown["completion_tokens_details"] = {"reasoning_tokens": self._format.reasoning_tokens}
+        return shown

@@ -6,11 +6,13 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from pdserve.base.errors import classes_of_status
+from router_svc.api.anthropic.errors import OVERLOADED_STATUS
 from router_svc.api.authentication import ADMIN_ROUTES, METRICS_ROUTE, OPEN_ROUTES
-from router_svc.api.reference.operations import ALWAYS, EVENTS, JSON, OPERATIONS, Answer, Operation
+from router_svc.api.reference.error_forms import OPENAI_ERRORS, ErrorForm
+from router_svc.api.reference.operation import ALWAYS, EVENTS, FORM, JSON, LINES, Answer, Operation
+from router_svc.api.reference.operations import OPERATIONS
 from router_svc.api.reference.parameters import HEADERS, RATE_LIMITS
-from router_svc.api.reference.schemas import Schema, error_schema, schemas_of
+from router_svc.api.reference.schemas import Schema, schemas_of
 from router_svc.api.reference.texts import ABOUT, TAGS
 
 Route = tuple[str, str]
@@ -21,13 +23,13 @@ _KEYS = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, as OpenAI's clients send it."},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key."},
 }
-_ERRORS = "Error"
 #: Besides the request's id, which an error has as soon as the request has one.
 _HEADERS_OF_ERRORS = {
     401: ("WWW-Authenticate",),
     429: ("Retry-After", *RATE_LIMITS),
     499: ("x-should-retry",),
     503: ("Retry-After",),
+    OVERLOADED_STATUS: ("Retry-After",),
     504: ("x-should-retry",),
 }
 
@@ -36,7 +38,7 @@ def make_document(routes: Collection[Route]) -> dict[str, Any]:
     """The document of a listener with these methods and paths, as `OPERATIONS` names them."""
     served = {route: operation for route, operation in OPERATIONS.items() if route in routes}
     schemas, named = schemas_of(_bodies(served.values()), _answers(served.values()))
-    statuses = sorted({status for operation in served.values() for status in _error_statuses(operation)} | {401})
+    forms = {operation.errors_form for operation in served.values()}
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in served.items():
         paths.setdefault(path, {})[method.lower()] = _operation(method, path, operation, schemas)
@@ -49,11 +51,20 @@ def make_document(routes: Collection[Route]) -> dict[str, Any]:
         "security": [{name: []} for name in _KEYS],
         "paths": paths,
         "components": {
-            "schemas": dict(sorted((named | {_ERRORS: error_schema()}).items())),
-            "responses": {_name_of(status): _error(status, error_schema(status)) for status in statuses},
+            "schemas": dict(sorted((named | {form.name: form.schema(None) for form in forms}).items())),
+            "responses": dict(sorted(_responses(served.values()).items())),
             "headers": dict(HEADERS),
             "securitySchemes": _KEYS,
         },
+    }
+
+
+def _responses(operations: Iterable[Operation]) -> dict[str, Schema]:
+    """The answers that are errors, by name."""
+    return {
+        _name_of(status, operation.errors_form): _error(status, operation.errors_form)
+        for operation in operations
+        for status in {*_error_statuses(operation), 401}
     }
 
 
@@ -68,7 +79,7 @@ def _bodies(operations: Iterable[Operation]) -> list[Any]:
 
 def _answers(operations: Iterable[Operation]) -> list[Any]:
     answers = [answer for operation in operations for answer in operation.answers.values()]
-    kinds = [kind for answer in answers for kind in (answer.schema, answer.events)]
+    kinds = [kind for answer in answers for kind in (answer.schema, answer.events, answer.lines)]
     return list(dict.fromkeys(kind for kind in kinds if kind is not None and not isinstance(kind, dict)))
 
 
@@ -90,10 +101,13 @@ def _operation(method: str, path: str, operation: Operation, schemas: Mapping[tu
             "required": True,
             "content": {JSON: {"schema": schemas["body", operation.body]}},
         }
-    responses = {str(status): _answer(answer, schemas) for status, answer in operation.answers.items()}
+    if operation.form is not None:
+        shown["requestBody"] = {"required": True, "content": {FORM: {"schema": dict(operation.form)}}}
+    form = operation.errors_form
+    responses = {str(status): _answer(answer, schemas, form) for status, answer in operation.answers.items()}
     errors = {*_error_statuses(operation), *(() if path in OPEN_ROUTES else (401,))} - set(operation.answers)
     for status in sorted(errors):
-        responses[str(status)] = {"$ref": f"#/components/responses/{_name_of(status)}"}
+        responses[str(status)] = {"$ref": f"#/components/responses/{_name_of(status, form)}"}
     return {**shown, "responses": responses}
 
 
@@ -101,7 +115,7 @@ def _error_statuses(operation: Operation) -> set[int]:
     return {*ALWAYS, *operation.errors}
 
 
-def _answer(answer: Answer, schemas: Mapping[tuple[str, Any], Schema]) -> Schema:
+def _answer(answer: Answer, schemas: Mapping[tuple[str, Any], Schema], form: ErrorForm) -> Schema:
     def schema_of(kind: Any) -> Schema:
         return kind if isinstance(kind, dict) else schemas["answer", kind]
 
@@ -112,7 +126,9 @@ def _answer(answer: Answer, schemas: Mapping[tuple[str, Any], Schema]) -> Schema
         if answer.other_media:
             content[answer.other_media] = {"schema": schema_of(answer.other_schema or answer.schema)}
     if answer.events is not None:
-        content[EVENTS] = {"schema": _event(schema_of(answer.events), is_generation=answer.schema is not None)}
+        content[EVENTS] = {"schema": _event(schema_of(answer.events), form if answer.schema is not None else None)}
+    if answer.lines is not None:
+        content[LINES] = {"schema": _line(schema_of(answer.lines), form)}
     if content:
         shown["content"] = content
     if answer.headers:
@@ -120,27 +136,35 @@ def _answer(answer: Answer, schemas: Mapping[tuple[str, Any], Schema]) -> Schema
     return shown
 
 
-def _event(schema: Schema, *, is_generation: bool) -> Schema:
-    """The schema of an event's data."""
-    if not is_generation:
+def _event(schema: Schema, form: ErrorForm | None) -> Schema:
+    """The schema of an event's data. `form`: that of errors among them; None: there are none."""
+    if form is None:
         return {"description": "The data of each event.", **schema}
-    return {
-        "description": "The data of each event. The last one is `[DONE]`, which is no JSON; "
-        "an error that comes later than the first token is an event before it.",
-        "anyOf": [schema, {"$ref": f"#/components/schemas/{_ERRORS}"}, {"const": "[DONE]"}],
-    }
+    shown = [schema, {"$ref": f"#/components/schemas/{form.name}"}]
+    late = "An error that comes later than the first token is an event"
+    if form is not OPENAI_ERRORS:
+        return {"description": f"The data of each event. {late}, the last one.", "anyOf": shown}
+    last = "The last one is `[DONE]`, which is no JSON."
+    return {"description": f"The data of each event. {last} {late} before it.", "anyOf": [*shown, {"const": "[DONE]"}]}
 
 
-def _error(status: int, schema: Schema) -> Schema:
-    texts = [" ".join((error.__doc__ or "").split("\n\n")[0].split()) for error in classes_of_status(status)]
-    shown: Schema = {"description": " ".join(dict.fromkeys(texts)), "content": {JSON: {"schema": schema}}}
+def _line(schema: Schema, form: ErrorForm) -> Schema:
+    """The schema of a line."""
+    late = "Each line. An error that comes later than the first token is the last one."
+    return {"description": late, "anyOf": [schema, {"$ref": f"#/components/schemas/{form.name}"}]}
+
+
+def _error(status: int, form: ErrorForm) -> Schema:
+    texts = [" ".join((error.__doc__ or "").split("\n\n")[0].split()) for error in form.classes(status)]
+    content = {JSON: {"schema": form.schema(status)}}
+    shown: Schema = {"description": " ".join(dict.fromkeys(texts)), "content": content}
     names = ("X-Request-Id", *_HEADERS_OF_ERRORS.get(status, ()))
     shown["headers"] = {name: {"$ref": f"#/components/headers/{name}"} for name in names}
     return shown
 
 
-def _name_of(status: int) -> str:
-    return f"{_ERRORS}{status}"
+def _name_of(status: int, form: ErrorForm) -> str:
+    return f"{form.name}{status}"
 
 
 def _id_of(method: str, path: str) -> str:

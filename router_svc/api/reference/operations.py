@@ -3,63 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from router_svc.api import operator_answers as operator
+from router_svc.api.anthropic import answers as messages
+from router_svc.api.anthropic.errors import OVERLOADED_STATUS
+from router_svc.api.anthropic.schema import ConversationBody, MessagesBody
 from router_svc.api.body import Body
 from router_svc.api.cancel_api import Cancellation
 from router_svc.api.openai import answers
 from router_svc.api.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router_svc.api.reference.error_forms import MESSAGES_ERRORS, OPENAI_ERRORS, ErrorForm
+from router_svc.api.reference.file_operations import FILE_OPERATIONS
+from router_svc.api.reference.ollama_operations import OLLAMA_OPERATIONS
+from router_svc.api.reference.operation import BODY_ERRORS, GENERATION_ERRORS, JSON, Answer, Operation
 from router_svc.api.reference.parameters import (
     ETAG,
+    FOLLOW,
     GENERATION,
     LAST_EVENT_ID,
     LIMIT,
     MODEL_NAME,
     NAME,
+    PAGE,
+    QUERIED_MODEL,
     RATE_LIMITS,
     RECORD_ID,
+    RESPONSE_ID,
     USAGE,
-    Parameter,
 )
+from router_svc.api.reference.pooled_operations import POOLED_OPERATIONS
+from router_svc.api.responses.answers import DeletedResponse, ItemList, ResponseEvent, ResponseObject
+from router_svc.api.responses.schema import ResponsesBody
 from router_svc.api.usage_api import CSV, UsageReport
 
-#: Statuses of errors that any request may have. 401 comes with the key.
-ALWAYS = (400, 403, 500)
-_BODY = (413, 415, 429)
-_GENERATION = (*_BODY, 404, 422, 499, 502, 503, 504)
-
-JSON = "application/json"
-EVENTS = "text/event-stream"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One answer that is no error. `schema` is a type, or a JSON Schema; None: it has no body."""
-
-    text: str
-    media: str = JSON
-    #: Another media type of the same content, for those that ask for it.
-    other_media: str = ""
-    schema: Any = None
-    #: The schema of the other media type; None: the same.
-    other_schema: Any = None
-    #: Type of the data of each event, for an answer that may be streamed.
-    events: Any = None
-    headers: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """One method of one path. `errors` are the statuses of errors besides those of `ALWAYS`."""
-
-    tag: str
-    summary: str
-    answers: Mapping[int, Answer]
-    body: type[Body] | None = None
-    parameters: tuple[Parameter, ...] = ()
-    errors: tuple[int, ...] = ()
+_MESSAGE_HEADERS = ("request-id", "Pdserve-Ignored-Fields")
 
 
 def _json(text: str, schema: Any) -> Mapping[int, Answer]:
@@ -82,12 +60,19 @@ _HEALTH_ANSWERS = {
 }
 
 
-def _generation(summary: str, body: type[Body], whole: Any, chunk: Any) -> Operation:
+def _generation(
+    summary: str,
+    body: type[Body],
+    whole: Any,
+    chunk: Any,
+    errors_form: ErrorForm = OPENAI_ERRORS,
+) -> Operation:
+    is_message = errors_form is MESSAGES_ERRORS
     answer = Answer(
         text="The answer; with `stream`, server-sent events as tokens come.",
         schema=whole,
         events=chunk,
-        headers=("X-Request-Id", *RATE_LIMITS),
+        headers=("X-Request-Id", *(_MESSAGE_HEADERS if is_message else ()), *RATE_LIMITS),
     )
     return Operation(
         tag="Generation",
@@ -95,7 +80,8 @@ def _generation(summary: str, body: type[Body], whole: Any, chunk: Any) -> Opera
         body=body,
         answers={200: answer},
         parameters=GENERATION,
-        errors=_GENERATION,
+        errors=(*GENERATION_ERRORS, *((OVERLOADED_STATUS,) if is_message else ())),
+        errors_form=errors_form,
     )
 
 
@@ -104,12 +90,65 @@ def _probe(summary: str) -> Operation:
 
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    **OLLAMA_OPERATIONS,
     ("POST", "/v1/completions"): _generation(
         "Continues one or several prompts", CompletionBody, answers.Completion, answers.CompletionChunk
     ),
     ("POST", "/v1/chat/completions"): _generation(
         "Continues a conversation", ChatBody, answers.ChatCompletion, answers.ChatCompletionChunk
     ),
+    ("POST", "/v1/responses"): _generation(
+        "Continues a conversation of items", ResponsesBody, ResponseObject, ResponseEvent
+    ),
+    ("GET", "/v1/responses/{id}"): Operation(
+        tag="Responses",
+        summary="A stored response, as it is now, or its events",
+        answers={
+            200: Answer(
+                text="The response; with `stream=true`, its events.", schema=ResponseObject, events=ResponseEvent
+            )
+        },
+        parameters=(RESPONSE_ID, *FOLLOW),
+        errors=(404, 503),
+    ),
+    ("DELETE", "/v1/responses/{id}"): Operation(
+        tag="Responses",
+        summary="Deletes a stored response, and ends it if it runs",
+        answers=_json("It is deleted.", DeletedResponse),
+        parameters=(RESPONSE_ID,),
+        errors=(404, 503),
+    ),
+    ("POST", "/v1/responses/{id}/cancel"): Operation(
+        tag="Responses",
+        summary="Ends a response that runs in the background",
+        answers=_json("The response as far as it came; as it was if it had ended.", ResponseObject),
+        parameters=(RESPONSE_ID,),
+        errors=(404, 415, 503),
+    ),
+    ("GET", "/v1/responses/{id}/input_items"): Operation(
+        tag="Responses",
+        summary="The conversation that a stored response continues",
+        answers=_json("Items, in pages.", ItemList),
+        parameters=(RESPONSE_ID, *PAGE),
+        errors=(404, 503),
+    ),
+    **FILE_OPERATIONS,
+    ("POST", "/v1/messages"): _generation(
+        "Continues a conversation, as Anthropic's API",
+        MessagesBody,
+        messages.MessageAnswer,
+        messages.MessageEvent,
+        MESSAGES_ERRORS,
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        tag="Model",
+        summary="The number of tokens of a conversation, without an answer to it",
+        body=ConversationBody,
+        answers=_json("What the message would have as its prompt.", messages.TokenCount),
+        errors=(*BODY_ERRORS, 404),
+        errors_form=MESSAGES_ERRORS,
+    ),
+    **POOLED_OPERATIONS,
     ("POST", "/v1/requests/{id}/cancel"): Operation(
         tag="Generation",
         summary="Ends a request of the caller, on whichever router it runs",
@@ -132,14 +171,21 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         summary="Token ids of a prompt or a conversation",
         body=TokenizeBody,
         answers=_json("The token ids.", answers.Tokens),
-        errors=(*_BODY, 404),
+        errors=(*BODY_ERRORS, 404),
     ),
     ("POST", "/detokenize"): Operation(
         tag="Model",
         summary="The text of token ids, special tokens included",
         body=DetokenizeBody,
         answers=_json("The text.", answers.Detokenized),
-        errors=(*_BODY, 404),
+        errors=(*BODY_ERRORS, 404),
+    ),
+    ("GET", "/tokenizer_info"): Operation(
+        tag="Model",
+        summary="The tokenizer's class, special tokens and chat template",
+        parameters=(QUERIED_MODEL,),
+        answers=_json("What clients need to make prompts as the server does.", answers.TokenizerInfo),
+        errors=(400, 404),
     ),
     ("GET", "/version"): Operation(
         tag="Model", summary="The router's version", answers=_json("The version.", answers.Version)
@@ -176,7 +222,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         answers={
             200: Answer(
                 text="Server-sent events, as the request would have had them.",
-                events=answers.CompletionChunk | answers.ChatCompletionChunk,
+                events=answers.CompletionChunk | answers.ChatCompletionChunk | ResponseEvent | messages.MessageEvent,
                 headers=("X-Request-Id", *RATE_LIMITS),
             )
         },

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from router_svc.api.batches.batches_api import BATCH_ID
+from router_svc.api.files.files_api import FILE_ID, MAX_LIMIT
+from router_svc.api.files.stored_files import MAX_FILES
 from router_svc.api.openai.info import DEFAULT_REQUESTS, MAX_REQUESTS
 from router_svc.api.usage_api import DEFAULT_DAYS
 from router_svc.records.usage_store import RETENTION_DAYS
@@ -61,11 +64,78 @@ GENERATION = (
 MODEL_NAME = Parameter(
     name="name", where="path", text="The model's name; slashes are part of it.", schema={"type": "string"}
 )
+QUERIED_MODEL = Parameter(
+    name="model",
+    where="query",
+    text="A model's name. Required where the server has several.",
+    schema={"type": "string"},
+)
 RECORD_ID = Parameter(
     name="id",
     where="path",
     text="The `id` of an answer, or its `X-Request-Id`; further prompts end with `:` and a number.",
     schema={"type": "string", "pattern": TRACEABLE_ID},
+)
+RESPONSE_ID = Parameter(
+    name="id",
+    where="path",
+    text="The `id` of a stored response of the caller's tenant.",
+    schema={"type": "string", "pattern": TRACEABLE_ID},
+)
+FOLLOW = (
+    Parameter(
+        name="stream",
+        where="query",
+        text="`true`: events of a response that runs in the background.",
+        schema={"type": "string"},
+    ),
+    Parameter(
+        name="starting_after",
+        where="query",
+        text="The `sequence_number` of the last event that the client has.",
+        schema={"type": "integer", "minimum": -1, "maximum": 2**53},
+    ),
+)
+PAGE = (
+    Parameter(
+        name="limit",
+        where="query",
+        text="How many items at most. Default: 20.",
+        schema={"type": "integer", "minimum": 1, "maximum": 100},
+    ),
+    Parameter(
+        name="order",
+        where="query",
+        text="`asc`: the first item first. Default: `desc`.",
+        schema={"enum": ["asc", "desc"]},
+    ),
+    Parameter(
+        name="after", where="query", text="The id of the last item that the client has.", schema={"type": "string"}
+    ),
+)
+FILE_PARAMETER = Parameter(
+    name="id",
+    where="path",
+    text="The `id` of a file of the caller's tenant.",
+    schema={"type": "string", "pattern": FILE_ID},
+)
+FILE_PAGE = (
+    Parameter(
+        name="purpose", where="query", text="Only files of this purpose. Default: all.", schema={"type": "string"}
+    ),
+    Parameter(
+        name="limit",
+        where="query",
+        text=f"How many files at most. Default: {MAX_FILES}.",
+        schema={"type": "integer", "minimum": 1, "maximum": MAX_LIMIT},
+    ),
+    *PAGE[1:],
+)
+BATCH_PARAMETER = Parameter(
+    name="id",
+    where="path",
+    text="The `id` of a batch of the caller's tenant.",
+    schema={"type": "string", "pattern": BATCH_ID},
 )
 LAST_EVENT_ID = Parameter(
     name="Last-Event-ID",
@@ -113,6 +183,14 @@ HEADERS: Mapping[str, Mapping[str, Any]] = {
     "X-Request-Id": {
         "description": "The request's id, if the body could be read.",
         "schema": {"type": "string", "pattern": CHOSEN_ID},
+    },
+    "request-id": {
+        "description": "The same, where Anthropic's clients look for it.",
+        "schema": {"type": "string", "pattern": CHOSEN_ID},
+    },
+    "Pdserve-Ignored-Fields": {
+        "description": "Fields of the request that were ignored, since they are unknown or do nothing here.",
+        "schema": {"type": "string"},
     },
     "Retry-After": {
         "description": "Seconds after which another try may succeed.",

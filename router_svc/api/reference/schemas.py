@@ -9,7 +9,6 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, JsonSchemaValue
 from pydantic_core import core_schema
 
-from pdserve.base.errors import all_codes
 from router_svc.api.reference.texts import FIELDS
 
 Schema = dict[str, Any]
@@ -56,21 +55,7 @@ def schemas_of(
 def _with_texts(schema: Schema) -> Schema:
     schema.pop("title", None)
     for name, property_schema in schema.get("properties", {}).items():
-        if schema.get("additionalProperties") is False and name in FIELDS:
+        # Objects of answers say nothing of other properties.
+        if isinstance(schema.get("additionalProperties"), bool) and name in FIELDS:
             property_schema.setdefault("description", FIELDS[name])
     return schema
-
-
-def error_schema(status: int | None = None) -> Schema:
-    """The body of errors with this status; None: of any status."""
-    codes = [code for code in all_codes() if status in (None, code.http)]
-    types = sorted({code.openai_type for code in codes})
-    values = sorted({code.openai_code or code.http for code in codes}, key=str)
-    fields = {
-        "message": {"type": "string", "description": "What failed, the value, the limit, and what to do."},
-        "type": {"enum": types},
-        "param": {"type": ["string", "null"], "description": "The field at fault."},
-        "code": {"enum": values},
-    }
-    error = {"type": "object", "properties": fields, "required": [*fields]}
-    return {"type": "object", "properties": {"error": error}, "required": ["error"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.deploy.dashboards import capacity, cluster, handover, tiers, worker
+from tests.deploy.dashboards import capacity, cluster, handover, recovery, tiers, worker
 from tests.deploy.dashboards.panels import Dashboard
 
 OUTPUT = Path(__file__).parents[3] / "k8s/monitoring/dashboards"
@@ -13,6 +13,7 @@ DASHBOARDS = (
     cluster.DASHBOARD,
     tiers.DASHBOARD,
     handover.DASHBOARD,
+    recovery.DASHBOARD,
     capacity.DASHBOARD,
     worker.DASHBOARD,
 )

@@ -67,7 +67,7 @@ class GrpcFeeder:
 
     async def _is_idle(self) -> bool:
         router = self._cluster.router
-        gate = router._gate
+        gate = router.models.first.gate
         return (router.num_open, router._intake.held_bytes, gate.num_admitted, gate.num_waiting) == (0, 0, 0, 0)
 
     async def _call(self, method: str, metadata: tuple[tuple[str, str | bytes], ...], data: bytes) -> str:

@@ -21,6 +21,7 @@ _SEEDS = (
 METHODS = (
     "/pdserve.v1.InferenceService/Generate",
     "/pdserve.v1.InferenceService/Resume",
+    "/pdserve.v1.InferenceService/Embed",
     "/grpc.health.v1.Health/Check",
     "/grpc.health.v1.Health/Watch",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",

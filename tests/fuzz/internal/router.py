@@ -63,7 +63,7 @@ class Routers:
 
     async def check(self) -> None:
         """The same answer as ever, and nothing open."""
-        cluster, gate = self._cluster, self._cluster.router._gate
+        cluster, gate = self._cluster, self._cluster.router.models.first.gate
         await eventually(self._knows_its_workers)
         status, answer = await cluster.complete()
         assert (status, answer["choices"][0]["text"]) == (200, "Hello world."), answer

@@ -27,6 +27,7 @@ from tests.support.tiny_model import NAME, write_model
 _PUBLISHER, _EPOCH = WorkerId("publisher"), Epoch(5)
 _KEYS = (
     "pd:workers",
+    "pd:workers-mark",
     "pd:reqs",
     "pd:kv-workers",
     "pd:kv-head",

@@ -59,7 +59,7 @@ def worker(random: Random) -> bytes:
     name = random.choice((STRANGER, STRANGER, *WORKERS, "\xff\xfe", "", "a\nb", "x" * 5000))
     key = f"pd:worker:{name}"
     if random.random() < 0.1:
-        return encode([*other_shape(random, key, "pd:workers"), ["SADD", "pd:workers", name]])
+        return encode([*other_shape(random, key, "pd:workers", "pd:workers-mark"), ["SADD", "pd:workers", name]])
     record = worker_record(name, tier=random.choice(("prefill", "decode")), free_blocks=10_000)
     load = WorkerLoad(free_blocks=10_000, prefill_tokens_per_s=10.0, queued_by_router={})
     fields = {**_fields(record_to_fields(record)), "model": NAME, "beat": "7", "load": json.dumps(_load(load))}

@@ -41,7 +41,7 @@ async def test_a_worker_is_listed_while_it_runs_and_removed_when_it_stops(
             assert directory.get(DECODE) == worker_record()
             assert await read_workers(router_store) == [worker_record()]
         await until(directory, lambda: not ids(directory))
-        assert await router_store.call("KEYS", "pd:*") == []
+        assert await router_store.call("KEYS", "pd:*") == [b"pd:workers-mark"]
 
 
 async def test_an_announced_change_does_not_wait_for_the_heartbeat(worker_store: Store, router_store: Store) -> None:
@@ -123,6 +123,29 @@ async def test_a_silent_restart_of_redis_does_not_empty_the_directory(
         assert not directory.degraded
         assert ids(directory) == ["decode-0"]
         assert await read_workers(router_store) == []
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_live_redis_that_is_emptied_ends_no_worker(
+    worker_store: Store, router_store: Store, others: int
+) -> None:
+    """No connection fails. Workers are slow to register again, or one of them is back before the next read."""
+    directory = WorkerDirectory(router_store, refresh_s=0.02)
+    vanished: list[WorkerRecord] = []
+    directory.on_vanished = vanished.append
+    slow, quick = Registrar(worker_store, worker_record, heartbeat_s=3600), WorkerId("decode-1")
+    back = Registrar(worker_store, lambda: worker_record(quick), heartbeat_s=3600)
+    async with running(slow.run(), back.run(), directory.run()):
+        await until(directory, lambda: ids(directory) == ["decode-0", "decode-1"])
+        before, outages = directory.version, router_store.outages
+        await worker_store.call("FLUSHALL")
+        if others:
+            back.announce()
+        await until(directory, lambda: directory.version > before)
+        assert ids(directory) == ["decode-0", "decode-1"]
+        assert not directory.degraded
+        assert vanished == []
+        assert router_store.outages == outages
 
 
 async def test_a_killed_worker_is_excluded_at_once_and_its_successor_is_accepted(
@@ -266,6 +289,8 @@ async def test_what_a_stranger_leaves_in_the_registry_hides_no_worker_and_ends_n
         ("HSET", "pd:worker:decode-0", "epoch", b"\xff\xfe"),
         ("SET", "pd:worker:decode-0", "x"),
         ("SET", "pd:workers", "x"),
+        ("SET", "pd:workers-mark", b"\xff" * 5000),
+        ("RPUSH", "pd:workers-mark", "x"),
     ],
 )
 async def test_a_worker_registers_over_whatever_a_stranger_left(

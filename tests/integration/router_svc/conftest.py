@@ -11,11 +11,12 @@ from typing import Any
 
 import aiohttp
 import grpc
-import openai
 import pytest
 
 from pdserve.base.admin import Health
+from pdserve.base.registry import read_sightings
 from pdserve.base.rpc import open_channel
+from pdserve.base.secret import read_secret
 from pdserve.base.store import Store
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from pdserve.base.workers import Tier
@@ -24,8 +25,10 @@ from router_svc.api.served_model import ServedModel
 from router_svc.config import RouterConfig
 from router_svc.routing.cluster import TIERS
 from router_svc.service import Router
+from router_svc.state.opening import opened_state
 from tests.integration.router_svc.fake_workers import FakeWorker, fake_worker
 from tests.integration.router_svc.script import CallLog, Script
+from tests.support.lazily import openai
 from tests.support.own_task import in_own_task
 from tests.support.redis import eventually, redis_server, until
 from tests.support.tiny_model import NAME, model_dir
@@ -125,6 +128,10 @@ class ScriptedCluster:
         return open_channel(self.grpc_address)
 
 
+async def _are_registered(store: Store, worker_ids: set[str]) -> bool:
+    return worker_ids <= {sighting.record.worker_id for sighting in await read_sightings(store)}
+
+
 @asynccontextmanager
 async def open_cluster(
     redis: PrivateRedis,
@@ -132,11 +139,15 @@ async def open_cluster(
     tiers: dict[str, Tier],
     *,
     tracer: Tracer = NO_TRACER,
+    script: Script | None = None,
     **settings: object,
 ) -> AsyncIterator[ScriptedCluster]:
-    """A router and its workers. Starts when the router knows all of them."""
+    """A router and its workers. Starts when the router knows all of them.
+
+    `script`: for what the router makes on its own as soon as it has workers.
+    """
     defaults: dict[str, object] = {
-        "model": str(model_dir),
+        "model": (str(model_dir),),
         "redis_url": redis.url,
         "port": 0,
         "local_prefill_threshold": 0,
@@ -145,16 +156,30 @@ async def open_cluster(
         "token_timeout_s": 5.0,
     }
     config = RouterConfig(**(defaults | settings))
-    calls = CallLog(Script())
+    calls = CallLog(script or Script())
     async with AsyncExitStack() as stack:
         health = Health()
         store = await stack.enter_async_context(Store(redis.url, on_change=health.watch("redis")))
-        router = Router(config, ServedModel.load(config.model_dir, config.model_name), store, health, tracer)
-        addresses = await stack.enter_async_context(router.serving())
+        models = [
+            ServedModel.load(directory, name, message_format=config.message_format)
+            for name, directory in config.models.items()
+        ]
+        opened = opened_state(
+            config.state_url,
+            ttl_s=config.state_ttl_s,
+            prefix=config.redis_prefix,
+            on_change=health.watch("state"),
+            secret=read_secret(config.cluster_secret_file),
+        )
+        state = await stack.enter_async_context(opened)
         workers = {
             worker_id: await stack.enter_async_context(fake_worker(calls, tier, worker_id, redis.url))
             for worker_id, tier in tiers.items()
         }
+        # A router reads the registry as it starts. What it does not find then, it finds half a second later.
+        await eventually(lambda: _are_registered(store, set(tiers)))
+        router = Router(config, models, store, health, tracer, state)
+        addresses = await stack.enter_async_context(router.serving())
         http = await stack.enter_async_context(aiohttp.ClientSession())
         urls = f"http://{addresses.http}", f"http://{addresses.admin or addresses.http}"
         cluster = ScriptedCluster(*urls, addresses.grpc, calls, router, http, workers)

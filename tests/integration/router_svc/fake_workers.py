@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import struct
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,6 +19,7 @@ from pdserve.base.ids import Epoch, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
 from pdserve.base.registry import Registrar
 from pdserve.base.rpc import method, serve_grpc, trace_of
+from pdserve.base.sampling import SAMPLING_VERSION
 from pdserve.base.store import Store
 from pdserve.base.stream_server import serve_streams
 from pdserve.base.streams import MessageStream, PeerLeft
@@ -38,17 +41,13 @@ class FakeDecode:
 
     async def serve(self, stream: MessageStream[decode_pb2.DecodeRequest]) -> None:
         """Serves one connection."""
-        self._calls.note_open(1)
-        try:
-            first = await stream.read()
-            if first is None:  # The router had to leave before it said anything.
-                return
-            self._calls.note_start(first.start)
-            await _DecodeSession(self, self._calls, first.start, stream).run()
-        except (Left, Vanished):
-            pass
-        finally:
-            self._calls.note_open(-1)
+        with contextlib.suppress(Left, Vanished):
+            async with self._calls.open("decode"):
+                first = await stream.read()
+                if first is None:  # The router had to leave before it said anything.
+                    return
+                self._calls.note_start(first.start)
+                await _DecodeSession(self, self._calls, first.start, stream).run()
 
 
 class _DecodeSession:
@@ -183,17 +182,21 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> None:
         self._calls.note_prefill(request, trace_of(context))
-        self._calls.note_open(1)
         try:
-            await self._run(request, context)
+            async with self._calls.open("prefill"):
+                await self._run(request, context)
         except Vanished:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
-        finally:
-            self._calls.note_open(-1)
 
     async def _run(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:
         script = self._calls.script
         await script.reach("prefill", context)
+        if request.scores_prompt:
+            await self._score(request, context)
+            return
+        if request.HasField("pooling"):
+            await self._pool(request, context)
+            return
         prompt_tokens = len(request.prompt_token_ids)
         for point, queued, computed in (("queued", True, 0), ("started", False, 0), ("", False, prompt_tokens)):
             progress = prefill_pb2.PrefillProgress(
@@ -213,6 +216,33 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
         )
         await context.write(prefill_pb2.PrefillResponse(done=done))
 
+    async def _score(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:
+        """Scores three tokens at a time: each token as its id below 0."""
+        assert not request.HasField("ticket")
+        tokens = list(request.prompt_token_ids)
+        for start in range(0, len(tokens), 3):
+            stop = min(start + 3, len(tokens))
+            entries = [self._calls.script.score(token, request.sampling) for token in tokens[start + 1 : stop + 1]]
+            scores = prefill_pb2.PromptLogprobs(first_index=start + 1, logprobs=entries)
+            if entries:
+                await context.write(prefill_pb2.PrefillResponse(prompt_logprobs=scores))
+            progress = prefill_pb2.PrefillProgress(computed_tokens=stop)
+            await context.write(prefill_pb2.PrefillResponse(progress=progress))
+            await self._calls.script.reach("prefill_scored", context)
+        await context.write(prefill_pb2.PrefillResponse(done=prefill_pb2.PrefillDone(chunks=1)))
+
+    async def _pool(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:
+        """The embedding has the prompt's ids, its kind of pooling, and zeros."""
+        assert not request.HasField("ticket")
+        script, tokens = self._calls.script, list(request.prompt_token_ids)
+        progress = prefill_pb2.PrefillProgress(computed_tokens=len(tokens), cached_tokens=script.cached_tokens)
+        await context.write(prefill_pb2.PrefillResponse(progress=progress))
+        await script.reach("prefill_pooled", context)
+        numbers = script.embedding(tokens, request.pooling)
+        values = prefill_pb2.PromptEmbedding(values=struct.pack(f"<{len(numbers)}f", *numbers))
+        await context.write(prefill_pb2.PrefillResponse(embedding=values))
+        await context.write(prefill_pb2.PrefillResponse(done=prefill_pb2.PrefillDone(chunks=1)))
+
     def _first(self, request: prefill_pb2.PrefillRequest) -> list[Any]:
         firsts = []
         for choice in range(request.sampling.n):
@@ -223,7 +253,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
                     replace(
                         message,
                         token_ids=message.token_ids[:1],
-                        logprobs=message.logprobs[:1],
+                        logprobs=() if request.forced_first_tokens else message.logprobs[:1],
                         finish_reason=message.finish_reason if is_all else None,
                         stop_token_id=message.stop_token_id if is_all else None,
                     )
@@ -239,15 +269,26 @@ class FakeWorker:
     record: WorkerRecord
     registrar: Registrar
 
-    def set(self, *, load: WorkerLoad | None = None, ready: bool | None = None, layout: KvLayout | None = None) -> None:
+    def set(
+        self,
+        *,
+        load: WorkerLoad | None = None,
+        ready: bool | None = None,
+        layout: KvLayout | None = None,
+        reads_grammars: bool | None = None,
+        sampling_version: int | None = None,
+    ) -> None:
         """Changes the worker's report, and sends it at once."""
-        given = (("load", load), ("ready", ready), ("layout", layout))
-        self.record = replace(self.record, **{name: value for name, value in given if value is not None})
+        given = {"load": load, "ready": ready, "layout": layout, "reads_grammars": reads_grammars}
+        given["sampling_version"] = sampling_version
+        self.record = replace(self.record, **{name: value for name, value in given.items() if value is not None})
         self.registrar.announce()
 
 
 @asynccontextmanager
-async def fake_worker(calls: CallLog, tier: Tier, worker_id: str, redis_url: str) -> AsyncIterator[FakeWorker]:
+async def fake_worker(
+    calls: CallLog, tier: Tier, worker_id: str, redis_url: str, model: str = NAME
+) -> AsyncIterator[FakeWorker]:
     """A worker that serves and is registered until the block ends."""
 
     def register(server: grpc.aio.Server) -> None:
@@ -273,13 +314,15 @@ async def fake_worker(calls: CallLog, tier: Tier, worker_id: str, redis_url: str
             grpc_address=address,
             http_address="127.0.0.1:1",
             stream_address=stream_address,
-            model=NAME,
-            layout=LAYOUT,
+            model=model,
+            layout=LAYOUT if model == NAME else replace(LAYOUT, model=f"fingerprint of {model}"),
             max_num_seqs=8,
             max_model_len=MAX_POSITIONS,
             total_blocks=100,
             pid=1,
             ready=True,
+            reads_grammars=True,
+            sampling_version=SAMPLING_VERSION,
             load=WorkerLoad(free_blocks=100),
         )
         worker = FakeWorker(record, None)  # type: ignore[arg-type] # the registrar needs the worker first

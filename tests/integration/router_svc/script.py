@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +16,8 @@ from pdserve.base.errors import PdserveError
 from pdserve.base.sampling import ChoiceTokens, FinishReason, TokenLogprobs
 from pdserve.base.streams import MessageStream
 from pdserve.base.tracing.context import TraceContext
-from pdserve.v1 import decode_pb2, prefill_pb2
+from pdserve.base.workers import Tier
+from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2
 from tests.support.tiny_model import END, tokens_of
 
 Context = grpc.aio.ServicerContext[Any, Any] | MessageStream[decode_pb2.DecodeRequest]
@@ -62,6 +65,8 @@ class Script:
     #: Tokens of each choice, by index. The last reply serves further choices.
     replies: list[list[int]] = field(default_factory=lambda: [[*tokens_of("Hello world."), END]])
     tokens_per_message: int = 1
+    #: Log-probabilities of tokens that requests list, by token.
+    listed: dict[int, float] = field(default_factory=dict)
     cached_tokens: int = 0
     faults: dict[str, deque[Fault | None]] = field(default_factory=lambda: defaultdict(deque))
     #: Decode workers say that they have sent everything, and close the stream at once.
@@ -72,7 +77,8 @@ class Script:
     def fail(self, point: str, *faults: Fault | None) -> None:
         """Adds faults at a point of the calls.
 
-        Points are prefill, prefill_queued, prefill_started, prefill_token, prefill_commit and prefill_committed, and
+        Points are prefill, prefill_queued, prefill_started, prefill_token, prefill_commit, prefill_committed and
+        prefill_scored, and
         decode, decode_ticket, decode_local, decode_started, decode_token and decode_hand_off; decode_moved_token for a
         request that has moved.
         """
@@ -83,6 +89,23 @@ class Script:
         fault = self.faults[point].popleft() if self.faults[point] else None
         if fault is not None:
             await fault(context)
+
+    def score(self, token_id: int, sampling: Any) -> common_pb2.TokenLogprobs:
+        """The score of a prompt token, with as many alternatives as are requested: the ids from 65 on."""
+        top = [65 + index for index in range(sampling.logprobs)] + list(sampling.logprob_token_ids)
+        logprobs = [-0.25 * (index + 1) for index in range(len(top))]
+        return common_pb2.TokenLogprobs(logprob=-float(token_id), rank=7, top_ids=top, top_logprobs=logprobs)
+
+    def embedding(self, tokens: list[int], pooling: Any) -> list[float]:
+        """How often a token occurs, by the rest of its id: of the last token, of the first one or of all."""
+        kept = {prefill_pb2.POOLING_KIND_LAST: tokens[-1:], prefill_pb2.POOLING_KIND_CLS: tokens[:1]}.get(
+            pooling.kind, tokens
+        )
+        numbers = [0.0] * pooling.dimensions
+        for token in kept:
+            numbers[token % pooling.dimensions] += 1.0
+        length = math.hypot(*numbers) if pooling.normalizes else 1.0
+        return [number / length for number in numbers]
 
     def messages(self, choice: int, start: int, sampling: Any) -> list[ChoiceTokens]:
         """The reply of a choice from token `start` on."""
@@ -97,16 +120,20 @@ class Script:
                     choice_index=choice,
                     first_index=first,
                     token_ids=token_ids,
-                    logprobs=tuple(map(_logprobs, token_ids)) if sampling.HasField("logprobs") else (),
+                    logprobs=tuple(self._logprobs(token_id, sampling.logprob_token_ids) for token_id in token_ids)
+                    if sampling.HasField("logprobs")
+                    else (),
                     finish_reason=ends if last else None,
                     stop_token_id=END if last and ends is FinishReason.STOP else None,
                 )
             )
         return messages
 
-
-def _logprobs(token_id: int) -> TokenLogprobs:
-    return TokenLogprobs(logprob=-0.5, rank=1, top_ids=(token_id, 255), top_logprobs=(-0.5, float("-inf")))
+    def _logprobs(self, token_id: int, listed: Sequence[int]) -> TokenLogprobs:
+        """Two alternatives, and the tokens that the request lists, with the log-probabilities of `listed`."""
+        found = {token_id: -0.5, 255: float("-inf")}
+        found |= {each: self.listed.get(each, -9.0) for each in listed if each not in found or each in self.listed}
+        return TokenLogprobs(logprob=-0.5, rank=1, top_ids=tuple(found), top_logprobs=tuple(found.values()))
 
 
 class CallLog:
@@ -130,10 +157,32 @@ class CallLog:
         self.num_open = 0
         #: Requests for which a decode worker has sent every token.
         self.num_decoded = 0
+        self._ends: dict[Tier, set[asyncio.Timeout]] = {"prefill": set(), "decode": set()}
         self._changed = asyncio.Event()
 
-    def note_open(self, change: int) -> None:
-        """A call starts or ends."""
+    @asynccontextmanager
+    async def open(self, tier: Tier) -> AsyncIterator[None]:
+        """A call to a worker of this tier is in progress in the block. Raises `Vanished` if `cut` ends it."""
+        self._note_open(1)
+        try:
+            async with asyncio.timeout(None) as end:
+                self._ends[tier].add(end)
+                yield
+        except TimeoutError:
+            if end.expired():
+                raise Vanished from None
+            raise
+        finally:
+            self._ends[tier].discard(end)
+            self._note_open(-1)
+
+    def cut(self, tier: Tier) -> int:
+        """Breaks the connections of all calls in progress to workers of this tier, and returns how many there were."""
+        for end in self._ends[tier]:
+            end.reschedule(asyncio.get_running_loop().time())
+        return len(self._ends[tier])
+
+    def _note_open(self, change: int) -> None:
         self.num_open += change
         self._note()
 

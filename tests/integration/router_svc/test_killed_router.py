@@ -27,7 +27,7 @@ from tests.support.redis import eventually
 from tests.support.tiny_model import NAME
 
 pytestmark = [
-    pytest.mark.skipif(not IS_FULL, reason="a lease takes 60 s; PDSERVE_TEST_DEPTH=full runs it"),
+    pytest.mark.skipif(not IS_FULL, reason="a lease takes 60 s: `make test-all ARGS=killed-router` runs it"),
     pytest.mark.timeout(240),
 ]
 

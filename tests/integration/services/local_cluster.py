@@ -41,6 +41,7 @@ from pdserve.worker.serve.metrics import WorkerMetrics
 from pdserve.worker.serve.role_change import RoleChange
 from pdserve.worker.serve.worker import TierService, Worker
 from prefill_svc.config import PrefillConfig
+from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.service import PrefillService
 from tests.support.virtual_time import advance
 from worker_svc.service import RolesService
@@ -250,14 +251,20 @@ class KeptLeases:
             await self.since(advance(lease_s / 2), by_sender=True)
 
 
-def hold_steps(monkeypatch: pytest.MonkeyPatch, *, after: int, until: str) -> None:
+def hold_steps(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    after: int,
+    until: str,
+    scheduler: type[DecodeScheduler] | type[PrefillScheduler] = DecodeScheduler,
+) -> None:
     """Holds the decode worker after this many more steps, until its scheduler's method `until` has been called.
 
     A tiny model would otherwise compute a whole answer before a test can react to its first tokens. Calls to the step
     thread run meanwhile, and what was computed is reported.
     """
     left: int | None = after
-    has_work, update, awaited = DecodeScheduler.has_work, DecodeScheduler.update, getattr(DecodeScheduler, until)
+    has_work, update, awaited = scheduler.has_work, scheduler.update, getattr(scheduler, until)
 
     def counted(*arguments: Any) -> Any:
         nonlocal left
@@ -270,12 +277,12 @@ def hold_steps(monkeypatch: pytest.MonkeyPatch, *, after: int, until: str) -> No
         left = None
         return awaited(*arguments)
 
-    def has_work_now(scheduler: DecodeScheduler) -> bool:
-        return left != 0 and has_work(scheduler)
+    def has_work_now(held: Any) -> bool:
+        return left != 0 and has_work(held)
 
-    monkeypatch.setattr(DecodeScheduler, "has_work", has_work_now)
-    monkeypatch.setattr(DecodeScheduler, "update", counted)
-    monkeypatch.setattr(DecodeScheduler, until, released)
+    monkeypatch.setattr(scheduler, "has_work", has_work_now)
+    monkeypatch.setattr(scheduler, "update", counted)
+    monkeypatch.setattr(scheduler, until, released)
 
 
 @dataclass(slots=True)

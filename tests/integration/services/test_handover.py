@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from decode_svc.session import DecodeSession
+from kvtransfer.handover.receiver import Receiver
+from kvtransfer.handover.reservation import Reservation
+from kvtransfer.handover.send_machine import ABORTED_S
 from kvtransfer.handover.staging import StagedMemory
+from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport import Buffer, Operation, Peer
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.errors import (
@@ -22,11 +27,12 @@ from pdserve.base.errors import (
     StaleError,
     TransferTimeout,
 )
-from pdserve.base.ids import BlockId
+from pdserve.base.ids import BlockId, RequestId
 from pdserve.engine.kv_cache import KvCache
 from pdserve.v1 import decode_pb2
 from pdserve.worker.kv_bytes import host_blocks as worker_blocks
 from pdserve.worker.serve.worker import Worker
+from prefill_svc.scheduler import PrefillScheduler
 from tests.integration.services.local_cluster import (
     ALWAYS_LOCAL,
     DEADLINE_S,
@@ -118,7 +124,8 @@ def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
 async def test_blocks_that_pass_through_a_stage_give_the_tokens_of_local_prefill(
     model: Path, staged: list[StagedMemory]
 ) -> None:
-    async with running_cluster(model) as cluster:
+    # Triton's interpreter packs: on a busy machine it takes seconds, in which no lease may end.
+    async with running_cluster(model, decode={"lease_s": 120.0}) as cluster:
         prompts = [[(7 * first + 3 * position) % 97 for position in range(36)] for first in range(4)]  # 9 blocks each
         requests = [cluster.request(prompt) for prompt in prompts]
         for request in requests:
@@ -196,6 +203,39 @@ async def test_only_missing_blocks_are_granted_and_sent(model: Path) -> None:
         assert done.sent_blocks == 7
         assert done.cached_tokens == 20
         assert await request.finish() == await cluster.local(PROMPT)
+        await cluster.all_free()
+
+
+async def test_a_router_that_leaves_a_request_behind_a_full_stage_frees_its_blocks_at_once(
+    model: Path, staged: list[StagedMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, freed = asyncio.Event(), asyncio.Event()
+    grant, release = Receiver.grant, DecodeSession._release
+
+    async def granted(receiver: Receiver, reservation: Reservation, *, attempt: int) -> Ticket:
+        waits.set()
+        return await grant(receiver, reservation, attempt=attempt)
+
+    async def released(session: DecodeSession) -> None:
+        await release(session)
+        freed.set()
+
+    async with running_cluster(model) as cluster:
+        # As copies from other workers would, which the scheduler does not count.
+        held = await staged[0].lend([[BlockId(0)]] * 3)
+        request = cluster.request(PROMPT)
+        with monkeypatch.context() as patched:
+            patched.setattr(Receiver, "grant", granted)
+            patched.setattr(DecodeSession, "_release", released)
+            await request.start()
+            async with asyncio.timeout(DEADLINE_S):
+                await waits.wait()
+                request.cancel()
+                await freed.wait()
+        await cluster.all_free()
+        for buffer in held:
+            staged[0].give_back(buffer)
+        assert await _handed_over(cluster.request(PROMPT)) == await cluster.local(PROMPT)
         await cluster.all_free()
 
 
@@ -293,6 +333,40 @@ async def test_a_sender_whose_blocks_never_arrive_gives_up_when_the_lease_ends(m
             await prefill
         with pytest.raises(TransferTimeout):
             await request.event()
+        await cluster.all_free()
+
+
+@pytest.mark.advanced_time
+async def test_a_prompt_whose_caller_leaves_is_computed_no_further_while_its_transfer_is_stuck(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode worker that is stopped takes nothing: the transfer ends long before its lease, the computing at once."""
+    hold_steps(monkeypatch, after=3, until="stop", scheduler=PrefillScheduler)
+    wire, stopped = Hanging(), asyncio.Event()
+    loop, stop = asyncio.get_running_loop(), PrefillScheduler.stop
+
+    def noted(scheduler: PrefillScheduler, request_id: RequestId) -> bool:
+        loop.call_soon_threadsafe(stopped.set)
+        return stop(scheduler, request_id)
+
+    monkeypatch.setattr(PrefillScheduler, "stop", noted)
+    chunks = {"max_num_batched_tokens": 4}
+    async with running_cluster(model, prefill_transport=wire, prefill=chunks, decode={"lease_s": LEASE_S}) as cluster:
+        request = cluster.request(PROMPT)
+        await request.start()
+        prefill = asyncio.create_task(request.prefill(await request.ticket()))
+        async with asyncio.timeout(DEADLINE_S):
+            await wire.has_sent.wait()
+            prefill.cancel()
+            await stopped.wait()
+        scheduler = cluster.prefill._scheduler
+        assert isinstance(scheduler, PrefillScheduler)
+        load = await cluster.prefill.run(scheduler.load)
+        assert (load.num_running, load.num_held, scheduler.has_work()) == (0, 1, False)
+        assert load.free_blocks < load.total_blocks, "a stuck transfer may still read them"
+        assert scheduler.num_computed(RequestId(request.request_id)) < len(PROMPT)
+        advance(ABORTED_S)
+        request.cancel()
         await cluster.all_free()
 
 

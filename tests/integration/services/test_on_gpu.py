@@ -102,8 +102,18 @@ LAYOUT = KvLayout.uniform(model="m", dtype="bfloat16", num_kv_heads=2, **SIZES)
     ("device", "memory", "between"),
     [
         pytest.param("cpu", HOST, {}, marks=pytest.mark.skipif(SIMULATED, reason="no GPU is needed")),
-        pytest.param("cuda", HOST, {}, marks=gpu_only),
-        pytest.param("cuda", IN_GPU_MEMORY, {}, marks=gpu_only),
+        pytest.param(
+            "cuda",
+            HOST,
+            {},
+            marks=[*gpu_only, pytest.mark.skipif(SIMULATED and not depth.IS_FULL, reason="takes ten seconds there")],
+        ),
+        pytest.param(
+            "cuda",
+            IN_GPU_MEMORY,
+            {},
+            marks=[*gpu_only, pytest.mark.skipif(SIMULATED and not depth.IS_FULL, reason="takes 30 s there")],
+        ),
         pytest.param("cuda:0", IN_GPU_MEMORY, {"transport": "nccl", "peer_device": "cuda:1"}, marks=two_gpus),
     ],
 )

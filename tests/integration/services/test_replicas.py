@@ -28,6 +28,7 @@ from tests.integration.services.local_cluster import (
     hold_steps,
     running_cluster,
 )
+from tests.integration.services.test_handover import counted
 from tests.integration.services.test_roles import change
 from tests.support.redis import eventually
 from tests.unit.model.tiny import save_model
@@ -227,6 +228,7 @@ async def test_copies_that_do_not_come_free_their_blocks_with_the_lease(
         assert answer.ticket.num_blocks == 1
         async with asyncio.timeout(DEADLINE_S):
             await dropped.wait()
+        assert counted(cluster.decode, "leases_expired", arrived="nothing") == 1
         await _all_free(cluster)
 
 

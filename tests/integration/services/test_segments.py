@@ -1,54 +1,69 @@
-"""Segments of a transfer that come late, twice, in another order, cut off, altered or never: none becomes a token."""
+"""Segments of a transfer that come late, twice, in another order, cut off, altered or never: none becomes a token.
+
+They travel inside the process and over real UCX. Only the full depth has every fault on every wire.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvtransfer.transport import Buffer, Operation, Peer
-from kvtransfer.transport.inproc import InprocTransport
+from kvtransfer.transport import Buffer, Operation, Peer, Transport, open_transport
 from pdserve.base.errors import PdserveError
 from pdserve.v1 import decode_pb2
 from tests.integration.services.local_cluster import DEADLINE_S, LocalCluster, RouterRequest, running_cluster
+from tests.support.depth import IS_FULL
 from tests.unit.model.tiny import save_model
 
 FAULTS = ("twice", "late", "reordered", "truncated", "corrupted", "dropped", "another transfer's")
+#: Transport and variables of UCX. In a rendezvous the receiver fetches a segment, by default from the sender's memory.
+WIRES: dict[str, tuple[str, dict[str, str]]] = {
+    "inproc": ("inproc", {}),
+    "ucx": ("ucx", {}),
+    "ucx, rendezvous": ("ucx", {"UCX_RNDV_THRESH": "0"}),
+    "ucx, tcp": ("ucx", {"UCX_TLS": "tcp"}),
+    "ucx, tcp, rendezvous": ("ucx", {"UCX_TLS": "tcp", "UCX_RNDV_THRESH": "0"}),
+}
+#: What is tested at any depth.
+ALWAYS = {("inproc", fault) for fault in FAULTS} | {("ucx, rendezvous", "corrupted"), ("ucx, tcp", "twice")}
 REQUESTS = 4
 #: Long enough for a handover that nothing disturbs, short enough to wait for the end of one whose segments are lost.
 LEASE_S = 0.4
 
 
-class Unreliable(InprocTransport):
-    """Does one thing to about every third segment, as a seed decides."""
+class Unreliable:
+    """Does one thing to about every third segment that a transport sends, as a seed decides."""
 
-    def __init__(self, fault: str) -> None:
-        super().__init__()
+    def __init__(self, transport: Transport, fault: str) -> None:
+        self._send = transport.post_send
+        transport.post_send = self._post_send  # type: ignore[method-assign]
         self._fault = fault
         self._random = random.Random(fault)
         self._held: list[tuple[Peer, int, Buffer]] = []
         #: Segments to which something was done.
         self.disturbed = 0
 
-    def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
+    def _post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
         if self._random.random() > 0.35:
-            return super().post_send(peer, tag, buffer)
+            return self._send(peer, tag, buffer)
         self.disturbed += 1
         match self._fault:
             case "twice":
-                super().post_send(peer, tag, np.array(buffer))
-                super().post_send(peer, tag, np.array(buffer))
+                self._send(peer, tag, np.array(buffer))
+                self._send(peer, tag, np.array(buffer))
             case "truncated":
-                return super().post_send(peer, tag, np.array(buffer[: len(buffer) // 2]))
+                return self._send(peer, tag, np.array(buffer[: len(buffer) // 2]))
             case "corrupted":
                 altered = np.array(buffer)
                 altered[self._random.randrange(len(altered))] ^= 1 << self._random.randrange(8)
-                return super().post_send(peer, tag, altered)
+                return self._send(peer, tag, altered)
             case "another transfer's":
-                return super().post_send(peer, (tag + (1 << 20)) % (1 << 64), buffer)
+                return self._send(peer, (tag + (1 << 20)) % (1 << 64), buffer)
             case "late" | "reordered" | "dropped":
                 self._held.append((peer, tag, np.array(buffer)))
         sent = Operation(tag, buffer)
@@ -60,7 +75,7 @@ class Unreliable(InprocTransport):
     def release(self) -> None:
         """Sends what was held, the last first."""
         for peer, tag, buffer in reversed(self._held):
-            super().post_send(peer, tag, buffer)
+            self._send(peer, tag, buffer)
         self._held.clear()
 
 
@@ -85,10 +100,20 @@ async def served(request: RouterRequest, wire: Unreliable) -> dict[int, list[int
     return await request.finish()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-async def test_a_disturbed_segment_never_becomes_a_token_and_never_costs_a_block(model: Path, fault: str) -> None:
-    wire = Unreliable(fault)
-    async with running_cluster(model, prefill_transport=wire, decode={"lease_s": LEASE_S}) as cluster:
+@pytest.mark.parametrize(
+    ("wire_name", "fault"), [pair for pair in itertools.product(WIRES, FAULTS) if IS_FULL or pair in ALWAYS]
+)
+async def test_a_disturbed_segment_never_becomes_a_token_and_never_costs_a_block(
+    model: Path, monkeypatch: pytest.MonkeyPatch, wire_name: str, fault: str
+) -> None:
+    transport_name, variables = WIRES[wire_name]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ours, theirs = open_transport(transport_name), open_transport(transport_name)
+    wire = Unreliable(ours, fault)
+    async with running_cluster(
+        model, prefill_transport=ours, decode_transport=theirs, decode={"lease_s": LEASE_S}
+    ) as cluster:
         for number in range(REQUESTS):
             prompt = [(7 * position + number) % 90 + 3 for position in range(45)]
             tokens = await served(cluster.request(prompt), wire)
@@ -96,6 +121,11 @@ async def test_a_disturbed_segment_never_becomes_a_token_and_never_costs_a_block
         wire.release()
         assert wire.disturbed >= REQUESTS
         await cluster.all_free()
+        metrics = cluster.decode.metrics
+        mismatches = metrics.registry.get_sample_value(
+            "pdserve_kv_transfers_total", {**metrics.labels(), "outcome": "digest_mismatch"}
+        )
+        assert bool(mismatches) == (fault == "corrupted")
 
 
 async def test_a_storm_of_cancellations_leaves_both_workers_serving(model: Path) -> None:

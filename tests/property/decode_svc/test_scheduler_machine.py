@@ -14,7 +14,7 @@ from pdserve.base.errors import InvalidTransition
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.pace import Pace
-from pdserve.engine.sequence import SequenceLimits
+from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.engine.step import Grant, StepEvents
 from tests.support.depth import IS_FULL
 from tests.unit.engine.fakes import BLOCK_SIZE, EOS, KEY, VOCAB, expected, limits
@@ -35,6 +35,8 @@ params = st.builds(
     min_tokens=st.sampled_from([0, 3]),
     ignore_eos=st.booleans(),
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.0, 1.2]),
+    allowed_token_ids=st.sampled_from([(), (), (), tuple(range(3, VOCAB))]),
+    bad_words=st.sampled_from([(), (), (), ((13, 14), (9, 10, 11), (20,))]),
 )
 #: Few different prompts of many lengths, so that prefixes are shared.
 prompts = st.builds(
@@ -75,8 +77,13 @@ class DecodeMachine(RuleBasedStateMachine):
     def first_tokens(self, request_id: RequestId) -> list[int]:
         return [self.lone_run(request_id, choice)[0] for choice in range(self.jobs[request_id].params.n)]
 
-    @rule(prompt=prompts, sampling=params, threshold=st.sampled_from([0, 0, 6, 99]))
-    def reserve(self, prompt: list[int], sampling: SamplingParams, threshold: int) -> None:
+    @rule(
+        prompt=prompts,
+        sampling=params,
+        threshold=st.sampled_from([0, 0, 6, 99]),
+        best_effort=st.sampled_from([False, False, True]),
+    )
+    def reserve(self, prompt: list[int], sampling: SamplingParams, threshold: int, best_effort: bool) -> None:
         request_id = RequestId(f"r{len(self.jobs):02}")
         job = DecodeJob(
             request_id=request_id,
@@ -84,6 +91,7 @@ class DecodeMachine(RuleBasedStateMachine):
             params=sampling,
             hash_key=KEY,
             local_prefill_threshold=threshold,
+            is_best_effort=best_effort,
         )
         self.scheduler.reserve(job)
         self.jobs[request_id] = job
@@ -162,16 +170,27 @@ class DecodeMachine(RuleBasedStateMachine):
         self.scheduler.stop_choice(request_id, choice)
         self.stopped.add((request_id, choice))
 
-    @rule(token_s=st.sampled_from([0.0005, 0.002, 0.1]))
-    def another_pace(self, token_s: float) -> None:
-        """Chunks alongside decoding sequences become 7, 5 or 4 tokens."""
-        self.worker.pace = Pace(decode_step_s=0.0, prefill_token_s=token_s)
+    @rule(token_s=st.sampled_from([0.0005, 0.002, 0.1]), row_s=st.sampled_from([0.001, 0.004, 0.1]))
+    def another_pace(self, token_s: float, row_s: float) -> None:
+        """Chunks alongside decoding sequences become 7, 5 or 4 tokens, and there is time for 7, 1 or no rows."""
+        self.worker.pace = Pace(decode_step_s=0.0, decode_rows=0.0, decode_row_s=row_s, prefill_token_s=token_s)
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
         for _ in range(count):
             if self.scheduler.has_work():
                 self.take_step()
+
+    @precondition(lambda self: self.scheduler.has_work())
+    @rule()
+    def step_of_aborted_requests(self) -> None:
+        """The requests of a step are aborted while it is computed, so that it ends early."""
+        events, request_ids = self.worker.interrupted_step()
+        assert not events.tokens
+        self.take_in(events)
+        for request_id in request_ids:
+            assert self.scheduler.abort(request_id)
+            self.over.add(request_id)
 
     @rule(max_steps=st.integers(2, 12))
     def step_ahead(self, max_steps: int) -> None:
@@ -193,7 +212,7 @@ class DecodeMachine(RuleBasedStateMachine):
                 assert first >= grant.num_cached_blocks, "a block that is cached would be written"
                 assert all(self.worker.pool.ref_count(block) == 1 for block in table[first:])
             self.granted[grant.request_id] = grant
-        for request_id in events.finished:
+        for request_id, _ in events.finished:
             assert request_id not in self.over, "finished twice"
             self.over.add(request_id)
             self.check_complete(request_id)

@@ -15,7 +15,8 @@ from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.device_rows import constant_fields
 from pdserve.engine.sampler import Sampler
-from pdserve.engine.sequence import Sampled, SampleRow, Sequence, SequenceLimits
+from pdserve.engine.sequence import Sampled, SampleRow, Sequence
+from pdserve.engine.sequence_limits import SequenceLimits
 
 VOCAB = 64
 LIMITS = SequenceLimits(max_model_len=32, vocab_size=VOCAB, eos_token_ids=frozenset({3}))
@@ -33,8 +34,11 @@ plain = st.builds(
     logit_bias=st.sampled_from([{}, {5: -100.0, 6: 100.0}]),
     min_tokens=st.sampled_from([0, 1, 2**32 - 1]),
     seed=st.integers(-(2**63), 2**63 - 1),
+    allowed_token_ids=st.sampled_from([(), (7, 9, 11, 12, VOCAB - 1)]),
+    bad_words=st.sampled_from([(), ((7,), (9, 7))]),
     logprobs=st.sampled_from([None, 0, 20]),
 )
+tokens = st.integers(0, 2**32 - 1) | st.integers(0, VOCAB)
 numbers = st.floats() | st.sampled_from([float("inf"), float("-inf"), float("nan"), 1e300, 0.0])
 #: What a peer can put into each field of the message.
 anything: dict[str, st.SearchStrategy[Any]] = {
@@ -47,8 +51,12 @@ anything: dict[str, st.SearchStrategy[Any]] = {
     "frequency_penalty": numbers,
     "logit_bias": st.dictionaries(st.integers(0, 2**32 - 1) | st.integers(0, VOCAB), numbers, max_size=3),
     "stop_token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=3).map(tuple),
+    # With one token that is always left: routers refuse a request without any.
+    "allowed_token_ids": st.lists(tokens, max_size=3).map(lambda ids: (*ids, 11)),
+    "bad_words": st.lists(st.lists(tokens, max_size=3).map(tuple), max_size=3).map(tuple),
     "max_tokens": st.integers(0, 2**32 - 1),
     "logprobs": st.integers(0, 2**32 - 1),
+    "logprob_token_ids": st.lists(tokens, max_size=3).map(tuple),
     "n": st.integers(0, 2**32 - 1),
 }
 

@@ -16,6 +16,7 @@ from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import SampleRow
 from tests.unit.engine.cpu_sampling import cpu_sampler
 from tests.unit.engine.fakes import row
+from tests.unit.engine.random_grammar import RandomGrammar, with_grammar, with_rules
 from tests.unit.kernels.cpu_ops import INSTRUCTION_SETS, needs_kernels
 
 pytestmark = needs_kernels
@@ -32,6 +33,7 @@ params = st.builds(
     logit_bias=st.sampled_from([{}, {}, {}, {4: 2.5, 0: -3.0}]),
     min_tokens=st.sampled_from([0, 0, 0, 5]),
     logprobs=st.sampled_from([None, None, 0, 7, 20]),
+    logprob_token_ids=st.sampled_from([(), (), (4,), (3, 0, 2)]),
     seed=st.integers(-(2**63), 2**63 - 1),
 )
 rows = st.builds(
@@ -61,6 +63,8 @@ def table(num_rows: int, vocab_size: int, seed: int, scale: float, *, rounded: b
     rounded=st.booleans(),
     bad=st.sampled_from([None, None, None, math.nan, math.inf, -math.inf]),
     num_threads=st.sampled_from([1, 2]),
+    shares=st.lists(st.sampled_from([None, None, 0.0, 0.01, 0.5, 1.0]), min_size=12, max_size=12),
+    have_rules=st.lists(st.booleans(), min_size=12, max_size=12),
 )
 def test_every_instruction_set_gives_the_results_of_the_sampler_in_numpy(
     batch: list[SampleRow],
@@ -70,8 +74,20 @@ def test_every_instruction_set_gives_the_results_of_the_sampler_in_numpy(
     rounded: bool,
     bad: float | None,
     num_threads: int,
+    shares: list[float | None],
+    have_rules: list[bool],
 ) -> None:
     logits = table(len(batch), vocab_size, seed, scale, rounded=rounded)
+    batch = [
+        with_rules(each, seed, vocab_size) if has_rules else each
+        for each, has_rules in zip(batch, have_rules, strict=False)
+    ]
+    batch = [
+        each
+        if share is None or (bad is not None and not share)
+        else with_grammar(each, RandomGrammar(seed, vocab_size, share))
+        for each, share in zip(batch, shares, strict=False)
+    ]
     if bad is not None:
         logits[0, seed % vocab_size] = bad
     logits_rows = [index * seed % len(batch) for index in range(len(batch))]

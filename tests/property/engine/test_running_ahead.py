@@ -18,11 +18,12 @@ from decode_svc.scheduler_config import DecodeSchedulerConfig
 from kernels.decoder import LayerListener
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import FinishReason, SamplingParams
-from pdserve.engine.sequence import SequenceLimits
+from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.model.batch import Batch
 from tests.support.depth import IS_FULL
 from tests.unit.engine.fakes import BLOCK_SIZE, EOS, KEY, VOCAB, FakeDecoder, expected, limits
 from tests.unit.engine.late import LateWorker, WatchedPool
+from tests.unit.engine.letters import bounded, thinking
 
 ALWAYS = 2**32 - 1
 MAX_MODEL_LEN = 40
@@ -59,6 +60,9 @@ arrivals = st.builds(
         logprobs=st.sampled_from([None, 2]),
         logit_bias=st.sampled_from([{}, {}, {5: 3.0}]),
         repetition_penalty=st.sampled_from([*[1.0] * 9, 1.2]),
+        allowed_token_ids=st.sampled_from([*[()] * 5, tuple(range(3, VOCAB))]),
+        bad_words=st.sampled_from([*[()] * 5, ((12,), (17,)), ((13, 14), (9, 10, 11), (20, 21))]),
+        thinking=st.sampled_from([*[None] * 4, *(thinking(number, is_open=number > 2) for number in (0, 1, 3, 5, 9))]),
     ),
     after=st.integers(0, 3),
     leaves_after=st.sampled_from([None, None, None, 1, 3]),
@@ -146,6 +150,7 @@ def _job(index: int, arrival: Arrival) -> DecodeJob:
         request_id=_id(index),
         prompt_token_ids=arrival.prompt,
         params=arrival.params,
+        grammar=bounded(arrival.params),
         hash_key=KEY,
         local_prefill_threshold=ALWAYS,
     )

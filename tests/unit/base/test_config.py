@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.base.config import add_options, from_arguments, option, parse_bytes, parse_ints, words_option
+from pdserve.base.config import (
+    add_options,
+    from_arguments,
+    option,
+    parse_bytes,
+    parse_ints,
+    repeated_option,
+    words_option,
+)
 from pdserve.base.errors import SetupError
 
 
@@ -83,3 +91,31 @@ def test_a_command_of_two_words_has_an_underscore_in_its_variables() -> None:
     add_options(parser, _Config)
     environment = {"PDSERVE_BENCH_SERVE__MODEL": "m"}
     assert from_arguments(_Config, "bench serve", parser.parse_args([]), environment).model == "m"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Repeated:
+    model: tuple[str, ...] = repeated_option(help="models")
+    alias: tuple[str, ...] = repeated_option((), help="aliases")
+
+
+def test_a_flag_may_be_given_several_times(tmp_path: Path) -> None:
+    """A value is a whole line, so that it may have spaces and commas."""
+
+    def load(*argv: str, **environment: str) -> _Repeated:
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        add_options(parser, _Repeated)
+        return from_arguments(_Repeated, "router_svc", parser.parse_args(argv), environment)
+
+    assert load("--model", "/my models/a,b", "--model=c").model == ("/my models/a,b", "c")
+    assert load("--model", "a").alias == ()
+    assert load(PDSERVE_ROUTER__MODEL="/my models/a\n\n c \n", PDSERVE_ROUTER__ALIAS="x=c").model == (
+        "/my models/a",
+        "c",
+    )
+    file = tmp_path / "c.toml"
+    file.write_text('model = ["a", "b"]\nalias = "x=a"\n')
+    assert load("--config", str(file)) == _Repeated(model=("a", "b"), alias=("x=a",))
+    assert load("--config", str(file), "--model", "z").model == ("z",)
+    with pytest.raises(SetupError, match="--model is required"):
+        load()

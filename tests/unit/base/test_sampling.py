@@ -44,6 +44,14 @@ OUTSIDE: list[tuple[str, Any]] = [
     ("logit_bias", dict.fromkeys(range(301), 1.0)),
     ("stop_token_ids", (VOCAB,)),
     ("stop_token_ids", (1,) * 65),
+    ("allowed_token_ids", (1, VOCAB)),
+    ("allowed_token_ids", (1,) * 16_385),
+    ("logprob_token_ids", (VOCAB,)),
+    ("logprob_token_ids", (1,) * 129),
+    ("bad_words", ((1, VOCAB),)),
+    ("bad_words", ((1,), ())),
+    ("bad_words", ((1, 2),) * 257),
+    ("bad_words", ((1,) * 16_385,)),
     *((name, value) for name in NUMBERS for value in (math.nan, math.inf, -math.inf)),
 ]
 

@@ -22,7 +22,7 @@ from pdserve.base.streams import MessageStream, PeerLeft, open_stream
 from pdserve.base.wire import error_from_wire, error_to_wire
 from pdserve.v1 import decode_pb2 as pb
 from router_svc.request.stream import WRITE_TIMEOUT_S
-from tests.support.callbacks import LIMIT_S, watched_callbacks
+from tests.support.callbacks import LIMIT_S, longest_callback
 
 WAIT_S = 10.0
 Server = MessageStream[pb.DecodeRequest]
@@ -479,9 +479,13 @@ async def test_a_flood_of_tiny_messages_holds_no_event_loop() -> None:
 
     async with serving(take_all) as address:
         host, port = address.split(":")
-        with watched_callbacks() as longest:
+
+        async def flood() -> None:
+            ended.clear()
             _, writer = await asyncio.open_connection(host, int(port))
             writer.write(bytes(4) * count)
             await ended.wait()
             writer.close()
+
+        longest = await longest_callback(flood)
     assert longest.seconds < LIMIT_S, longest.callback

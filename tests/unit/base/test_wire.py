@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.base.errors import TransferError
-from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams, TokenLogprobs
+from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams, ThinkingBudget, TokenLogprobs
 from pdserve.base.wire import reported_wait, sampling_from_wire, sampling_to_wire, tokens_from_wire, tokens_to_wire
 from pdserve.v1 import common_pb2 as pb
 
@@ -33,6 +33,19 @@ sampling = st.builds(
     seed=st.integers(-(2**63), 2**63 - 1),
     logprobs=st.none() | st.integers(0, 20),
     n=st.integers(1, 128),
+    grammar=st.text(max_size=5),
+    allowed_token_ids=st.lists(ids, max_size=3).map(tuple),
+    logprob_token_ids=st.lists(ids, max_size=3).map(tuple),
+    bad_words=st.lists(st.lists(ids, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    thinking=st.none()
+    | st.builds(
+        ThinkingBudget,
+        max_tokens=ids,
+        is_open=st.booleans(),
+        opening=st.text(max_size=3),
+        closings=st.lists(st.text(max_size=3), max_size=2).map(tuple),
+        closing_token_ids=st.lists(ids, max_size=3).map(tuple),
+    ),
 )
 
 

@@ -284,17 +284,17 @@ def test_an_answer_reverts_the_loss() -> None:
 
 def test_ready_time_is_added_up_over_workers_until_each_is_lost() -> None:
     view = WorkerView(grace_s=5.0)
-    assert view.ready_seconds(100.0) == 0.0
+    assert view.ready_seconds(100.0, "tiny") == 0.0
     view.apply([sighting("a"), sighting("b")], read_at=100.0)
-    assert view.ready_seconds(101.0) == 2.0
+    assert view.ready_seconds(101.0, "tiny") == 2.0
     view.mark_lost(WorkerId("b"), Epoch(1), now=102.0)
-    assert view.ready_seconds(103.0) == 5.0
+    assert view.ready_seconds(103.0, "tiny") == 5.0
     view.apply([sighting("a", beat=2)], read_at=104.0)
     view.apply([], read_at=105.0)
-    assert view.ready_seconds(200.0) == 7.0
+    assert view.ready_seconds(200.0, "tiny") == 7.0
 
 
 def test_ready_time_does_not_grow_by_more_than_the_grace_time_while_no_read_succeeds() -> None:
     view = WorkerView(grace_s=5.0)
     view.apply([sighting("a")], read_at=0.0)
-    assert view.ready_seconds(1000.0) == 5.0
+    assert view.ready_seconds(1000.0, "tiny") == 5.0

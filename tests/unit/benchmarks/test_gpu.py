@@ -171,6 +171,7 @@ def test_the_loop_and_the_peer_generate_the_same_tokens() -> None:
     assert total.num_bytes > (2 + 4) * setting.decoder(deterministic=False).weight_bytes
 
 
+@pytest.mark.skipif(not IS_FULL, reason="one of many cases: `make test-all ARGS=full-depth` runs it")
 def test_the_dry_run_runs_every_row_and_writes_no_file(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     # Whole models are three quarters of the time. test_gpu_simulated.py and the tests below run parts of their rows.

@@ -45,7 +45,7 @@ RUN = RunEnvironment(
 
 
 def plan(config: UpConfig, redis: RedisPlan = EXTERNAL_REDIS) -> ClusterPlan:
-    return make_plan(config, MODEL, redis, RUN)
+    return make_plan(config, [MODEL], redis, RUN)
 
 
 def test_workers_lend_their_cores_unless_switched_off() -> None:
@@ -65,7 +65,7 @@ def test_the_kv_cache_is_sized_by_the_plan_on_cpus_and_by_the_worker_on_gpus() -
 
 def test_the_kv_cache_is_sized_with_the_weights_of_all_workers_in_mind() -> None:
     heavy = replace(MODEL, weight_bytes=3 << 30)
-    made = make_plan(UpConfig(), heavy, EXTERNAL_REDIS, RUN)
+    made = make_plan(UpConfig(), [heavy], EXTERNAL_REDIS, RUN)
     assert made.kv_cache_bytes is not None
     # A fifth of the 4 GiB that two copies of the weights leave, for two workers.
     assert made.kv_cache_bytes == pytest.approx(0.4 * (1 << 30), rel=0.01)
@@ -78,8 +78,8 @@ def test_where_two_copies_of_the_weights_do_not_fit_one_worker_is_suggested_with
         match=r"The workers \(2\) need 12\.0 GiB of memory, and 10\.0 GiB is free: each has about 6\.0 GiB of weights "
         r"and 1 MiB of KV cache\. --prefill 0 needs 6\.0 GiB: decode workers then also prefill\.",
     ):
-        make_plan(UpConfig(), replace(MODEL, weight_bytes=6 << 30), EXTERNAL_REDIS, RUN)
-    made = make_plan(UpConfig(prefill=0), replace(MODEL, weight_bytes=6 << 30), EXTERNAL_REDIS, RUN)
+        make_plan(UpConfig(), [replace(MODEL, weight_bytes=6 << 30)], EXTERNAL_REDIS, RUN)
+    made = make_plan(UpConfig(prefill=0), [replace(MODEL, weight_bytes=6 << 30)], EXTERNAL_REDIS, RUN)
     assert made.kv_cache_bytes == pytest.approx(0.8 * (1 << 30), rel=0.01)
 
 
@@ -93,15 +93,15 @@ def test_where_two_copies_of_the_weights_do_not_fit_one_worker_is_suggested_with
 )
 def test_what_does_not_fit_is_refused_with_what_would(config: UpConfig, weights: int, advice: str) -> None:
     with pytest.raises(SetupError, match=advice):
-        make_plan(config, replace(MODEL, weight_bytes=weights << 30), EXTERNAL_REDIS, RUN)
+        make_plan(config, [replace(MODEL, weight_bytes=weights << 30)], EXTERNAL_REDIS, RUN)
 
 
 def test_the_plan_carries_the_run_and_the_name_clients_use() -> None:
-    made = plan(UpConfig(served_model_name="mine"))
-    assert (made.model_path, made.served_name) == (MODEL.path, "mine")
+    made = plan(UpConfig(served_model_name=("mine",)))
+    assert made.models == [replace(MODEL, served_name="mine")]
     assert (made.log_dir, made.core_leases) == (Path("/logs"), Path("/run/cores"))
     assert (made.environment, made.python_flags) == ({"PATH": "/bin"}, ("-P",))
-    assert plan(UpConfig()).served_name == "one"
+    assert plan(UpConfig()).models == [MODEL]
 
 
 def test_worker_ids_name_host_and_port_in_a_redis_that_other_clusters_may_share() -> None:

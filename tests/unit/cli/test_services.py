@@ -11,7 +11,7 @@ import pytest
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import add_options, from_arguments
 from pdserve.base.secret import SECRET_VARIABLE
-from pdserve.cli.cluster_plan import ClusterPlan
+from pdserve.cli.cluster_plan import ClusterPlan, PreparedModel
 from pdserve.cli.placement import CoreShare, GpuShare
 from pdserve.cli.run_dir import private_directory
 from pdserve.cli.services import router_spec, worker_specs
@@ -26,8 +26,7 @@ from router_svc.config import RouterConfig
 def plan(**changes: object) -> ClusterPlan:
     settings: dict[str, object] = {
         "config": UpConfig(prefill=1, decode=2),
-        "model_path": Path("/models/one"),
-        "served_name": "one",
+        "models": [PreparedModel(path=Path("/models/one"), served_name="one")],
         "redis_url": "redis://:secret@127.0.0.1:1",
         "log_dir": Path("/logs"),
         "shares": [CoreShare(threads=2, cpus=(0, 1)), CoreShare(threads=1, cpus=(2,)), CoreShare(threads=1)],
@@ -131,6 +130,12 @@ def test_the_router_accepts_its_flags() -> None:
     assert (router.prefill_expected, router.local_prefill_threshold) == (0, 7)
     assert router.local_prefill == "threshold"
     assert router.drain_timeout_s == 3.0
+
+
+def test_bounds_of_files_and_batches_given_to_up_reach_the_router() -> None:
+    config = UpConfig(max_file=2**20, batch_max_num_seqs=7)
+    router = parsed(router_spec(plan(config=config)), RouterConfig, "router_svc")
+    assert (router.max_file, router.batch_max_num_seqs) == (2**20, 7)
 
 
 def test_limits_given_to_up_reach_both_tiers() -> None:

@@ -58,6 +58,11 @@ def text_of(trace: dict[str, Any], width: int = 100) -> str:
     return capture.get()
 
 
+def test_the_page_says_which_grammar_the_output_has_to_match() -> None:
+    assert "grammar" not in text_of(TRACE)
+    assert f"grammar {'ab' * 32}" in text_of(TRACE | {"grammar_sha256": "ab" * 32})
+
+
 def test_without_retries_the_bars_follow_each_other() -> None:
     spans = {span.name: (span.start_s, span.end_s) for span in spans_of(TRACE["phases"])}
     assert spans == {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,15 +17,9 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli.private_redis import free_port
+from tests.unit.cli.fake_services import set_steps, with_fake_services
 
 DEADLINE_S = 30.0
-#: Modules that `pdserve up` runs.
-SERVICES = {
-    "router_svc": "router_svc/__main__.py",
-    "prefill_svc": "worker_svc/prefill.py",
-    "decode_svc": "worker_svc/decode.py",
-}
-FAKE_SERVICE = Path(__file__).with_name("fake_service.py")
 
 
 class Up:
@@ -64,42 +58,7 @@ class Up:
 @pytest.fixture
 def workdir(tmp_path: Path) -> Path:
     """A working directory with a model, and with fake services that `python -m` finds before the real ones."""
-    for path in SERVICES.values():
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).with_name("__init__.py").touch()
-    for service in SERVICES:
-        set_steps(tmp_path, service, "notify=STATUS=loading the model", "until-sigterm")
-    model = tmp_path / "tiny"
-    model.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 32,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "eos_token_id": 1,
-        "torch_dtype": "float32",
-    }
-    (model / "config.json").write_text(json.dumps(config))
-    (model / "tokenizer.json").write_text("{}")
-    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    return tmp_path
-
-
-def set_steps(workdir: Path, service: str, *steps: str) -> None:
-    """Sets the steps a fake service takes when started; see fake_service.py."""
-    code = (
-        f"import runpy, sys\nsys.argv[1:] = {list(steps)!r}\nrunpy.run_path({str(FAKE_SERVICE)!r}, run_name='__main__')"
-    )
-    path = workdir / SERVICES[service]
-    path.with_suffix(".new").write_text(code)
-    path.with_suffix(".new").replace(path)
+    return with_fake_services(tmp_path)
 
 
 @pytest.fixture
@@ -287,3 +246,19 @@ def test_without_prefill_the_decode_worker_gets_all_cores(up: Callable[..., Up])
     assert "prefill-0" not in cluster.output
     plural = "s" if len(cores) != 1 else ""
     assert f"decode-0: {len(cores)} thread{plural} on core{plural} {','.join(map(str, cores))}," in cluster.output
+
+
+def test_several_models_have_workers_each_and_are_named(up: Callable[..., Up], workdir: Path) -> None:
+    shutil.copytree(workdir / "tiny", workdir / "second")
+    cluster = up("--decode", "1", str(workdir / "second"), "--alias", "gpt-4o=second")
+    cluster.read_until("Ctrl-C drains")
+    assert "Models: tiny, second\n" in cluster.output
+    for name in ("prefill-0 (tiny)", "prefill-1 (second)", "decode-0 (tiny)", "decode-1 (second)"):
+        assert f"  {name}: " in cluster.output
+    assert len(cluster.children()) == 6
+
+
+def test_an_alias_of_no_model_is_reported_in_one_line(up: Callable[..., Up]) -> None:
+    cluster = up("--alias", "gpt-4o=other")
+    assert cluster.finish() == 1
+    assert "error: --alias gpt-4o=other: there is no model 'other'. The models are: tiny." in cluster.output

@@ -56,7 +56,7 @@ def test_twenty_popular_flags_are_accepted_together() -> None:
     argv = [word for flag, value in POPULAR.items() for word in (flag, value) if word is not None]
     config = up("org/model", *argv)
     assert len(POPULAR) >= 20
-    assert (config.model, config.port, config.decode, config.cache_dir) == ("org/model", 8100, 2, "/models")
+    assert (config.model, config.port, config.decode, config.cache_dir) == (("org/model",), 8100, 2, "/models")
     assert (config.enforce_eager, config.quantization, config.max_num_seqs) == (True, "int8", 8)
 
 

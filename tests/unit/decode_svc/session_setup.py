@@ -13,7 +13,7 @@ from decode_svc.session import DecodeSession
 from decode_svc.session_events import ChoicesEnded
 from kvtransfer.handover.reservation import Received, Reservation
 from kvtransfer.handover.ticket import Ticket
-from pdserve.base.errors import StaleError
+from pdserve.base.errors import StaleError, reason_of
 from pdserve.base.ids import BlockId, Epoch, RequestId, TransferId, WorkerId
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import ChoiceTokens, SamplingParams
@@ -25,7 +25,9 @@ from pdserve.worker.serve.inboxes import Failed, Inbox
 A = RequestId("a")
 WAIT_S = 10.0
 JOB = DecodeJob(request_id=A, prompt_token_ids=(1,), params=SamplingParams(), hash_key=bytes(32))
-GRANT = Grant(request_id=A, block_tables=((BlockId(3), BlockId(4)),), num_cached_blocks=1, first_missing=(1,))
+GRANT = Grant(
+    request_id=A, attempt=1, block_tables=((BlockId(3), BlockId(4)),), num_cached_blocks=1, first_missing=(1,)
+)
 COMMIT: Any = SimpleNamespace(request_id=A)
 #: Numerics class of the worker.
 CLASS = "cpu/avx2"
@@ -39,9 +41,13 @@ class Engine:
         self.commands: list[str] = []
         self.stopped: asyncio.Queue[int] = asyncio.Queue()
         self.refusal: Exception | None = None
-        self.metrics = SimpleNamespace(ended=lambda reason: None)
+        self.stale: list[tuple[str, str]] = []
+        self.metrics = SimpleNamespace(
+            ended=lambda reason: None, stale=lambda message, error: self.stale.append((message, reason_of(error)))
+        )
         self.seals = Seals()
         self.numerics_class = CLASS
+        self.moves: Any = SimpleNamespace()
 
     def reserve(self, job: DecodeJob) -> None:
         self.job = job
@@ -62,7 +68,7 @@ class Engine:
         assert request_id == A
         self.aborted.set()
 
-    async def run(self, fn: Callable[[], Any]) -> Any:
+    async def run(self, fn: Callable[[], Any], *, ends: RequestId | None = None) -> Any:
         return fn()
 
 
@@ -113,6 +119,7 @@ class SlowReceiver:
         self.entered, self.gate = asyncio.Event(), asyncio.Event()
         self.reservation: Reservation | None = None
         self.num_aborts = 0
+        self.renews = False
 
     async def grant(self, reservation: Reservation, *, attempt: int) -> Ticket:
         self.reservation = reservation
@@ -157,7 +164,10 @@ class SlowReceiver:
         await self.gate.wait()
 
     async def renew(self, transfer_id: bytes, *, attempt: int) -> Ticket:
-        raise StaleError("the reservation is over")
+        if not self.renews:
+            raise StaleError("the reservation is over")
+        assert self.reservation is not None
+        return await self.grant(self.reservation, attempt=attempt)
 
 
 class WatchedInbox(Inbox[Any]):
@@ -176,13 +186,13 @@ class WatchedInbox(Inbox[Any]):
 class Setup:
     """A session and all that it talks to."""
 
-    def __init__(self, engine: Engine | None = None) -> None:
-        self.engine, self.stream, self.receiver = engine or Engine(), SlowStream(), SlowReceiver()
+    def __init__(self, engine: Engine | None = None, receiver: SlowReceiver | None = None) -> None:
+        self.engine, self.stream, self.receiver = engine or Engine(), SlowStream(), receiver or SlowReceiver()
         self.inbox = WatchedInbox()
         worker: Any = self.engine
-        receiver: Any = self.receiver
+        taker: Any = self.receiver
         stream: Any = self.stream
-        self.session = DecodeSession(worker, worker, receiver, self.inbox, stream, lease_s=1.0)
+        self.session = DecodeSession(worker, worker, taker, self.inbox, stream, lease_s=1.0)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Task[None]]:
@@ -209,7 +219,7 @@ class Setup:
 
 def tokens(index: int) -> RequestTokens:
     return RequestTokens(
-        request_id=A, choices=(ChoiceTokens(choice_index=0, first_index=index, token_ids=(index + 7,)),)
+        request_id=A, attempt=1, choices=(ChoiceTokens(choice_index=0, first_index=index, token_ids=(index + 7,)),)
     )
 
 
@@ -223,7 +233,7 @@ class BusyEngine(Engine):
     def stop_choice(self, request_id: RequestId, choice: int) -> None:
         self.entered.set()
 
-    async def run(self, fn: Callable[[], Any]) -> Any:
+    async def run(self, fn: Callable[[], Any], *, ends: RequestId | None = None) -> Any:
         result = fn()
         if self.entered.is_set():
             await self.gate.wait()

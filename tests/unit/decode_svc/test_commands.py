@@ -9,6 +9,7 @@ import pytest
 from decode_svc.request import DecodePhase
 from decode_svc.scheduler import DecodeScheduler
 from pdserve.base.errors import InvalidTransition
+from pdserve.base.ids import AttemptId
 from pdserve.base.sampling import SamplingParams
 from tests.unit.decode_svc.decode_worker import ALWAYS, PROMPT, A, DecodeWorker, decode, first_tokens, job, oracle
 from tests.unit.engine.fakes import write_prompt
@@ -116,7 +117,7 @@ def test_stopping_every_choice_ends_the_request_unless_a_transfer_may_write_to_i
         assert worker.all_free
     num_reports = len(worker.reported.get(A, {}))
     worker.run()
-    assert [request_id for events in worker.seen for request_id in events.finished] == [A]
+    assert [each.request_id for events in worker.seen for each in events.finished] == [A]
     assert len(worker.reported.get(A, {})) == num_reports
 
 
@@ -128,7 +129,7 @@ def test_an_aborted_request_has_no_more_events_so_its_id_can_be_used_again() -> 
     assert not worker.scheduler.abort(A)
     worker.deliver(job(A, PROMPT[:5]))
     worker.run()
-    assert [request_id for events in worker.seen for request_id in events.finished] == [A]
+    assert [each.request_id for events in worker.seen for each in events.finished] == [A]
     assert worker.all_free
 
 
@@ -142,7 +143,7 @@ def test_a_stopped_choice_frees_its_blocks_and_the_others_continue() -> None:
     events = worker.run()
     assert len(worker.tokens(A, 0)) == 1
     assert worker.tokens(A, 1) == oracle(PROMPT, params, 1)[1:]
-    assert events[-1].finished == (A,)
+    assert events[-1].finished == (AttemptId(A, 0),)
 
 
 def test_stopping_the_last_choice_ends_the_request() -> None:
@@ -152,7 +153,7 @@ def test_stopping_the_last_choice_ends_the_request() -> None:
     worker.scheduler.stop_choice(A, 0)
     worker.scheduler.stop_choice(A, 0)
     assert worker.all_free
-    assert [events.finished for events in worker.run()] == [(A,)]
+    assert [events.finished for events in worker.run()] == [(AttemptId(A, 0),)]
 
 
 def test_a_choice_stopped_before_its_kv_arrived_never_runs() -> None:
@@ -176,7 +177,7 @@ def test_a_stopped_request_keeps_its_granted_blocks_until_its_reservation_ends()
     assert not worker.all_free
     worker.scheduler.activate(A, [1])
     assert worker.all_free
-    assert [events.finished for events in worker.run()] == [(A,)]
+    assert [events.finished for events in worker.run()] == [(AttemptId(A, 0),)]
 
 
 @pytest.mark.parametrize("is_computing", [False, True])
@@ -187,7 +188,7 @@ def test_stopping_all_choices_before_the_first_token_ends_the_request(is_computi
         worker.step()
     worker.scheduler.stop_choice(A, 0)
     assert worker.all_free
-    assert [events.finished for events in worker.run()] == [(A,)]
+    assert [events.finished for events in worker.run()] == [(AttemptId(A, 0),)]
 
 
 def test_stopping_an_unknown_request_or_choice_changes_nothing() -> None:

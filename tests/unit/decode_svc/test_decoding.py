@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.decoder import LayerListener
+from pdserve.base.ids import AttemptId
 from pdserve.base.sampling import FinishReason, SamplingParams
 from pdserve.model.batch import Batch
 from tests.unit.decode_svc.decode_worker import ALWAYS, GREEDY, PROMPT, A, B, C, decode, job, oracle, sizes
@@ -21,7 +22,7 @@ def test_received_prompts_continue_after_the_first_tokens_without_reporting_them
     assert worker.tokens(A) == oracle(PROMPT)[1:]
     assert worker.reported[A][0][0].first_index == 1
     assert worker.reported[A][0][-1].finish_reason is FinishReason.LENGTH
-    assert [event.finished for event in events][-1] == (A,)
+    assert [event.finished for event in events][-1] == (AttemptId(A, 0),)
     assert worker.all_free
 
 
@@ -95,7 +96,7 @@ def test_a_choice_that_ends_with_its_first_token_does_not_run() -> None:
     worker.scheduler.activate(A, [EOS, 5])
     events = worker.run()
     assert set(worker.reported[A]) == {1}
-    assert events[-1].finished == (A,)
+    assert events[-1].finished == (AttemptId(A, 0),)
 
 
 def test_a_request_whose_choices_all_end_with_their_first_tokens_is_over_at_once() -> None:
@@ -104,7 +105,7 @@ def test_a_request_whose_choices_all_end_with_their_first_tokens_is_over_at_once
     worker.grant(A)
     worker.scheduler.activate(A, [3])
     assert worker.all_free
-    assert [events.finished for events in worker.run()] == [(A,)]
+    assert [events.finished for events in worker.run()] == [(AttemptId(A, 0),)]
 
 
 def test_generated_blocks_can_be_reused_by_the_next_turn() -> None:

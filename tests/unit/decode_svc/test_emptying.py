@@ -11,13 +11,13 @@ from decode_svc.emptying import Emptying
 from decode_svc.moves import Moves
 from decode_svc.session_events import SessionEvent
 from pdserve.base.errors import Draining
-from pdserve.base.ids import RequestId
+from pdserve.base.ids import AttemptId, RequestId
 from pdserve.base.tasks import ServiceGroup, service_group
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Failed, Inboxes
 from pdserve.worker.serve.worker import Worker
 
-TOKENS_LEFT = {RequestId("short"): 1, RequestId("long"): 1000}
+TOKENS_LEFT = {AttemptId(RequestId("short"), 1): 1, AttemptId(RequestId("long"), 2): 1000}
 
 
 class Setup:
@@ -30,13 +30,18 @@ class Setup:
         async def run(fn: Callable[[], Any]) -> Any:
             return fn()
 
-        def tokens_left() -> dict[RequestId, int]:
+        def tokens_left() -> dict[AttemptId, int]:
             self.has_looked.set()
             return TOKENS_LEFT
 
         worker = SimpleNamespace(run=run, tasks=tasks, steps=SimpleNamespace(last_step_s=0.01))
-        moves = SimpleNamespace(waiting=lambda: [RequestId("waiting")], tokens_left=tokens_left)
-        inboxes = SimpleNamespace(put=lambda request_id, event: self.sent.setdefault(request_id, []).append(event))
+        moves = SimpleNamespace(waiting=lambda: [AttemptId(RequestId("waiting"), 1)], tokens_left=tokens_left)
+
+        def put(request_id: RequestId, attempt: int, event: Any) -> None:
+            assert attempt == (2 if request_id == "long" else 1)
+            self.sent.setdefault(request_id, []).append(event)
+
+        inboxes = SimpleNamespace(put=put)
         self.emptying = Emptying(cast(Worker, worker), cast(Moves, moves), cast("Inboxes[SessionEvent]", inboxes))
 
 
@@ -44,7 +49,7 @@ def leave(*, is_withdrawn: bool = False) -> pb.DecodeResponse:
     return pb.DecodeResponse(leave=pb.LeaveRequested(reason="drain", is_withdrawn=is_withdrawn))
 
 
-async def test_all_requests_leave_at_once_and_stay_when_it_is_taken_back() -> None:
+async def test_without_haste_one_request_leaves_and_stays_when_it_is_taken_back() -> None:
     async with service_group() as tasks:
         setup = Setup(tasks)
         setup.emptying.start(0.0)
@@ -52,9 +57,9 @@ async def test_all_requests_leave_at_once_and_stay_when_it_is_taken_back() -> No
         [handed_back] = setup.sent.pop("waiting")
         assert isinstance(handed_back, Failed)
         assert isinstance(handed_back.error, Draining)
-        assert setup.sent == {"short": [leave()], "long": [leave()]}
+        assert setup.sent == {"long": [leave()]}
         setup.emptying.stop()
-        assert setup.sent == {request: [leave(), leave(is_withdrawn=True)] for request in TOKENS_LEFT}
+        assert setup.sent == {"long": [leave(), leave(is_withdrawn=True)]}
         setup.emptying.stop()
         assert len(setup.sent["long"]) == 2
 

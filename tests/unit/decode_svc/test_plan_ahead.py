@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.base.ids import AttemptId
 from pdserve.base.sampling import FinishReason, SamplingParams
 from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult
@@ -110,7 +111,7 @@ def test_results_of_a_step_in_flight_for_a_sequence_that_ended_are_dropped(resul
     ahead = ahead_of(worker, plan)
     assert ahead is not None
     first = worker.scheduler.update(plan, results_ending_with(worker, result))
-    assert [*first.finished, *(failure.request_id for failure in first.failures)] == [B]
+    assert [*(each.request_id for each in first.finished), *(failure.request_id for failure in first.failures)] == [B]
     # A waiting request may get the blocks of B, but not while the step in flight writes to them.
     assert ahead_of(worker, ahead) is None
     second = worker.scheduler.update(ahead, [Sampled(token_id=3), Sampled(token_id=4)])
@@ -198,7 +199,7 @@ def test_blocks_of_an_ended_request_are_granted_only_when_no_step_writes_to_them
     written = {sequence.block_table[len(sequence.tokens) // BLOCK_SIZE] for sequence in plan.decoding}
     first = worker.scheduler.update(plan, [Sampled(token_id=1), Sampled(token_id=EOS)])
     second = worker.scheduler.update(ahead, [Sampled(token_id=1)] * 2)
-    assert (first.finished, first.grants, second.grants) == ((B,), (), ())
+    assert (first.finished, first.grants, second.grants) == ((AttemptId(B, 0),), (), ())
     step_in_flight(worker)
     (grant,) = worker.scheduler.update(StepPlan(), []).grants
     assert written & set(grant.block_tables[0])

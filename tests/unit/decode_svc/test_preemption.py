@@ -14,7 +14,7 @@ def test_the_youngest_is_preempted_and_later_continues_with_the_same_tokens() ->
     prompts = {A: PROMPT, B: [3, *PROMPT[:7]]}
     for name, prompt in prompts.items():
         worker.scheduler.reserve(job(name, prompt, params, threshold=ALWAYS))
-    preempted = [request_id for events in worker.run() for request_id in events.preempted]
+    preempted = [each.request_id for events in worker.run() for each in events.preempted]
     assert preempted
     assert set(preempted) == {B}
     assert worker.scheduler.load().num_preemptions == len(preempted)
@@ -59,5 +59,20 @@ def test_no_request_is_admitted_while_a_preempted_sequence_waits() -> None:
     worker.scheduler.abort(B)
     assert worker.step().grants == ()
     assert [sequence.request_id for sequence in worker.plans[-1].scheduled()] == [A]
-    worker.run()
+    granted = [grant.request_id for events in worker.run() for grant in events.grants]
     assert worker.tokens(A) == oracle(PROMPT, replace(GREEDY, max_tokens=13))
+    assert granted == [C]
+
+
+def test_each_event_carries_its_attempt() -> None:
+    """Fails when an event could reach another attempt of its request."""
+    worker, attempts = decode(8), {A: 3, B: 4}
+    for (name, attempt), prompt in zip(attempts.items(), (PROMPT, [3, *PROMPT[:7]]), strict=True):
+        waiting = job(name, prompt, replace(GREEDY, max_tokens=16), threshold=ALWAYS)
+        worker.scheduler.reserve(replace(waiting, attempt=attempt))
+    seen = worker.run()
+    for kind in ("started", "progress", "tokens"):
+        found = [each for events in seen for each in getattr(events, kind)]
+        assert {(each.request_id, each.attempt) for each in found} == {*attempts.items()}, kind
+    assert {each for events in seen for each in events.finished} == {*attempts.items()}
+    assert {each for events in seen for each in events.preempted} == {(B, 4)}

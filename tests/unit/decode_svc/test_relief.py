@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from decode_svc.relief import Relief, ReliefPolicy
-from pdserve.base.ids import RequestId
+from pdserve.base.ids import AttemptId, RequestId
 from pdserve.engine.step import Load, StepEvents
 from pdserve.worker.serve.inboxes import Inboxes
 
-OLD, MIDDLE, YOUNG = RequestId("old"), RequestId("middle"), RequestId("young")
+OLD, MIDDLE, YOUNG = (AttemptId(RequestId(name), 1) for name in ("old", "middle", "young"))
 FULL = Load(
     num_running=3,
     num_waiting=0,
@@ -62,7 +62,31 @@ async def test_a_preempted_request_may_leave_although_its_blocks_are_free_now() 
     step: Any = SimpleNamespace(
         events=StepEvents(tier="decode", preempted=(YOUNG,)), load=replace(FULL, num_running=2, free_blocks=40)
     )
-    async with inboxes.open(YOUNG, 1) as inbox:
+    async with inboxes.open(*YOUNG) as inbox:
         relief.after_step(step)
         event = await inbox.next()
     assert event.leave.reason == "full"
+
+
+def test_a_few_that_run_longest_leave_when_the_load_is_balanced() -> None:
+    """No more sequences than are wanted, none that ends soon, and none twice."""
+    policy = ReliefPolicy()
+    names = [AttemptId(RequestId(f"r{index}"), 1) for index in range(6)]
+    running = {name: (100 + index, 1) for index, name in enumerate(names)}
+    running |= {OLD: (500, 3), YOUNG: (20, 1)}
+    assert policy.choose_longest(running, 2, 1.0) == [names[5], names[4]]
+    assert policy.choose_longest(running, 9, 2.0) == [OLD, names[3], names[2], names[1]]
+    assert policy.choose_longest(running, 9, 3.0) == [names[0]]
+    assert policy.choose_longest(running, 9, 5.5) == [names[5], names[4]]
+
+
+async def test_what_was_decided_of_an_older_attempt_reaches_no_newer_one() -> None:
+    stale: list[str] = []
+    inboxes: Inboxes[Any] = Inboxes(lambda kind, error: stale.append(kind))
+    relief = Relief(worker=None, moves=None, inboxes=inboxes)  # type: ignore[arg-type]
+    load = replace(FULL, num_running=2, free_blocks=40)
+    step: Any = SimpleNamespace(events=StepEvents(tier="decode", preempted=(YOUNG,)), load=load)
+    async with inboxes.open(YOUNG.request_id, YOUNG.attempt + 1) as inbox:
+        relief.after_step(step)
+        assert await inbox.next(timeout_s=0.0) is None
+    assert stale == ["event"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from decode_svc.replication import Subjects, Target
 from decode_svc.request import DecodeJob
 from pdserve.base.errors import NoFreeBlocks, StaleError
-from pdserve.base.ids import BlockHash, Epoch, RequestId, WorkerId
+from pdserve.base.ids import AttemptId, BlockHash, Epoch, RequestId, WorkerId
 from pdserve.base.sampling import SamplingParams
 from tests.support.depth import IS_FULL
 from tests.unit.decode_svc.decode_worker import (
@@ -31,6 +31,7 @@ from tests.unit.engine.fakes import BLOCK_SIZE
 CHOICES = 3
 SAMPLED = SamplingParams(n=CHOICES, seed=7, temperature=0.9, max_tokens=16, ignore_eos=True, repetition_penalty=1.2)
 LONG = replace(GREEDY, max_tokens=20)
+A1, B1 = AttemptId(A, 0), AttemptId(B, 0)
 COPY = RequestId("copy")
 #: Blocks of a worker that takes all copies of a request at once.
 LARGE = 320
@@ -45,7 +46,7 @@ def copy(source: DecodeWorker, target: DecodeWorker) -> int:
     if room.blocks:
         target.cache.tensor[room.blocks] = source.cache.tensor[[batch.blocks[index] for index in room.missing]]
         target.scheduler.replicas.arrived(COPY)
-    source.scheduler.replicas.let_go(batch, () if room.is_partial else (A,))
+    source.scheduler.replicas.let_go(batch, () if room.is_partial else (A1,))
     return len(room.blocks)
 
 
@@ -106,9 +107,9 @@ def test_blocks_are_offered_once_and_again_to_another_worker() -> None:
     source, target = running(PROMPT, LONG, 9), decode(LARGE)
     num_blocks = copy(source, target)
     assert copy(source, target) == 0
-    assert not source.scheduler.replicas.take([A]).blocks
-    source.scheduler.replicas.forget(A)
-    other = source.scheduler.replicas.take([A])
+    assert not source.scheduler.replicas.take([A1]).blocks
+    source.scheduler.replicas.forget(A1)
+    other = source.scheduler.replicas.take([A1])
     assert len(other.blocks) == num_blocks
     assert not target.scheduler.replicas.reserve(COPY, other.hashes).blocks
 
@@ -117,37 +118,37 @@ def test_each_request_has_copies_of_its_own_blocks_only_where_they_go() -> None:
     """Fails when a request that another worker was named for meanwhile counts as copied."""
     one, other = Target(WorkerId("one"), Epoch(1), "h:1"), Target(WorkerId("other"), Epoch(2), "h:2")
     subjects = Subjects(1.0)
-    assert subjects.update([A, B], 0.0) == {}
-    assert subjects.update([A, B], 1.0) == {A: 0, B: 0}
-    assert subjects.update([A, B], 2.0) == {}
-    subjects.name(A, one)
-    subjects.name(B, one)
-    assert subjects.by_target() == {one: [A, B]}
-    subjects.name(B, other)
-    assert subjects.at(one) == {A}
-    assert subjects.lose(one) == [A]
-    assert subjects.update([A, B], 7.0) == {A: 1}
-    assert subjects.update([A], 13.0) == {A: 1}
+    assert subjects.update([A1, B1], 0.0) == {}
+    assert subjects.update([A1, B1], 1.0) == {A1: 0, B1: 0}
+    assert subjects.update([A1, B1], 2.0) == {}
+    subjects.name(A1, one)
+    subjects.name(B1, one)
+    assert subjects.by_target() == {one: [A1, B1]}
+    subjects.name(B1, other)
+    assert subjects.at(one) == {A1}
+    assert subjects.lose(one) == [A1]
+    assert subjects.update([A1, B1], 7.0) == {A1: 1}
+    assert subjects.update([A1], 13.0) == {A1: 1}
     assert subjects.by_target() == {}
 
 
 def test_blocks_that_did_not_arrive_are_offered_again() -> None:
     source = running(PROMPT, LONG, 9)
     replicas = source.scheduler.replicas
-    batch = replicas.take([A])
+    batch = replicas.take([A1])
     replicas.let_go(batch, ())
-    assert replicas.take([A]).hashes == batch.hashes
+    assert replicas.take([A1]).hashes == batch.hashes
 
 
 def test_a_request_that_ends_while_its_blocks_leave_holds_them_until_then() -> None:
     source = running(PROMPT, LONG, 9)
-    batch = source.scheduler.replicas.take([A])
+    batch = source.scheduler.replicas.take([A1])
     source.scheduler.abort(A)
     source.scheduler.check_integrity()
     assert not source.all_free
-    source.scheduler.replicas.let_go(batch, (A,))
+    source.scheduler.replicas.let_go(batch, (A1,))
     assert source.all_free
-    assert not source.scheduler.replicas.take([A]).blocks
+    assert not source.scheduler.replicas.take([A1]).blocks
 
 
 @pytest.mark.parametrize("how", ["copied", "moved"])
@@ -158,7 +159,7 @@ def test_a_request_gets_the_blocks_of_one_that_ended_while_they_left(how: str) -
     while len(worker.tokens(A)) < 9:
         worker.step()
     replicas, moves = worker.scheduler.replicas, worker.scheduler.moves
-    batch = replicas.take([A]) if how == "copied" else None
+    batch = replicas.take([A1]) if how == "copied" else None
     if batch is None:
         moves.hold(A, {0: 9}, 0)
     worker.scheduler.abort(A)
@@ -168,7 +169,7 @@ def test_a_request_gets_the_blocks_of_one_that_ended_while_they_left(how: str) -
     if batch is None:
         moves.let_go(A)
     else:
-        replicas.let_go(batch, (A,))
+        replicas.let_go(batch, (A1,))
     worker.run()
     assert len(worker.tokens(B)) == 2
 
@@ -200,9 +201,9 @@ def test_isolated_requests_and_requests_that_do_not_run_have_no_copies() -> None
     worker.scheduler.reserve(job(A, PROMPT, LONG))
     worker.step()
     assert worker.scheduler.replicas.running() == []
-    assert not worker.scheduler.replicas.take([A, B]).blocks
+    assert not worker.scheduler.replicas.take([A1, B1]).blocks
     worker = running(PROMPT, LONG, 5)
-    assert worker.scheduler.replicas.running() == [A]
+    assert worker.scheduler.replicas.running() == [A1]
     worker.scheduler.moves.isolate(A, bytes(32))
     assert worker.scheduler.replicas.running() == []
 

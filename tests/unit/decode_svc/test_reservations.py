@@ -10,7 +10,7 @@ from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import InvalidTransition, NoFreeBlocks, RequestError
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
-from pdserve.engine.sequence import SequenceLimits
+from pdserve.engine.sequence_limits import SequenceLimits
 from tests.unit.decode_svc.decode_worker import GREEDY, PROMPT, A, B, C, decode, job, oracle
 from tests.unit.engine.fakes import BLOCK_SIZE, KEY, VOCAB
 
@@ -69,6 +69,15 @@ def test_grants_come_in_order_and_a_large_request_is_not_overtaken() -> None:
     assert [grant.request_id for events in worker.run() for grant in events.grants] == [A]
     worker.scheduler.abort(A)
     assert [grant.request_id for events in worker.run() for grant in events.grants] == [B, C]
+
+
+def test_a_request_that_has_lost_a_worker_keeps_its_turn() -> None:
+    worker = decode(6, max_reserved_share=1.0)
+    for name, arrived_at in ((A, 5.0), (B, 6.0), (C, 1.0)):
+        worker.scheduler.reserve(replace(job(name, PROMPT), arrived_at=arrived_at))  # 3 blocks each
+    assert [grant.request_id for events in worker.run() for grant in events.grants] == [C, A]
+    worker.scheduler.abort(A)
+    assert [grant.request_id for events in worker.run() for grant in events.grants] == [B]
 
 
 def test_reservations_stay_within_their_share_of_the_blocks() -> None:

@@ -9,12 +9,14 @@ from unittest.mock import AsyncMock
 import pytest
 
 from decode_svc.session_events import MAX_COMMAND_BYTES, ChoicesEnded, Started
-from pdserve.base.errors import InvalidTransition, NoFreeBlocks, RequestError, StaleError, TransferTimeout
+from kvtransfer.handover.reservation import Reservation
+from kvtransfer.handover.ticket import Ticket
+from pdserve.base.errors import InvalidTransition, NoFreeBlocks, RequestError, StaleAttempt, StaleError, TransferTimeout
 from pdserve.base.streams import PeerLeft
 from pdserve.engine.step import PrefillProgress, RequestStarted
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Failed
-from tests.unit.decode_svc.session_setup import CLASS, COMMIT, GRANT, A, BusyEngine, Setup, tokens
+from tests.unit.decode_svc.session_setup import CLASS, COMMIT, GRANT, A, BusyEngine, Setup, SlowReceiver, tokens
 
 
 # Tokens, and how a session ends.
@@ -49,7 +51,7 @@ async def test_chunks_of_a_local_prefill_are_reported() -> None:
     it = Setup()
     async with it.running() as task:
         it.stream.gate.set()
-        it.inbox.put(PrefillProgress(request_id=A, num_computed=512, num_prompt=4096, num_cached=0))
+        it.inbox.put(PrefillProgress(request_id=A, attempt=1, num_computed=512, num_prompt=4096, num_cached=0))
         await it.stream.written.wait()
         await it.end(task)
     assert it.stream.messages[0] == pb.DecodeResponse(progress=pb.DecodeProgress(computed_tokens=512))
@@ -87,11 +89,68 @@ async def test_a_start_is_reported_with_the_time_since_its_step_started() -> Non
     it = Setup()
     async with it.running() as task:
         it.stream.gate.set()
-        started = RequestStarted(request_id=A, prefilled_locally=True, num_cached=0, block_tables=())
+        started = RequestStarted(request_id=A, attempt=1, prefilled_locally=True, num_cached=0, block_tables=())
         it.inbox.put(Started(started, asyncio.get_running_loop().time() - 2.5))
         await it.stream.written.wait()
         await it.end(task)
     assert it.stream.messages[0].started.computing_s == pytest.approx(2.5)
+
+
+# Waits that others may prolong.
+class _WaitingForMemory(SlowReceiver):
+    """A receiver whose stage is lent to other transfers, from the first grant or from the second one on."""
+
+    def __init__(self, num_granted: int) -> None:
+        super().__init__()
+        self.renews = True
+        self._num_granted = num_granted
+        self.waits, self.has_left = asyncio.Event(), asyncio.Event()
+
+    async def grant(self, reservation: Reservation, *, attempt: int) -> Ticket:
+        if attempt > self._num_granted:
+            self.waits.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.has_left.set()
+        return await super().grant(reservation, attempt=attempt)
+
+
+@pytest.mark.parametrize("num_granted", [0, 1])
+@pytest.mark.parametrize("end", ["the router leaves", "a newer attempt comes"])
+async def test_a_request_that_waits_for_the_stage_ends_at_once(num_granted: int, end: str) -> None:
+    it = Setup(receiver=_WaitingForMemory(num_granted))
+    receiver = it.receiver
+    assert isinstance(receiver, _WaitingForMemory)
+    receiver.gate.set()
+    async with it.running() as task:
+        if num_granted:
+            await it.receive()
+            it.stream.says(renew_ticket=pb.RenewTicket(attempt=2))
+        else:
+            it.inbox.put(GRANT)
+        await receiver.waits.wait()
+        if end == "the router leaves":
+            it.stream.leave()
+            with pytest.raises(PeerLeft):
+                await task
+        else:
+            it.inbox.put(Failed(error=StaleAttempt("a newer attempt took over")))
+            with pytest.raises(StaleAttempt):
+                await task
+    assert receiver.has_left.is_set()
+    assert it.engine.aborted.is_set()
+
+
+async def test_a_request_that_is_over_makes_room_for_a_newer_attempt_though_its_router_keeps_the_connection() -> None:
+    it = Setup()
+    async with it.running() as task:
+        it.stream.gate.set()
+        it.inbox.put(ChoicesEnded())
+        await it.stream.written.wait()
+        it.inbox.put(Failed(error=StaleAttempt("a newer attempt took over")))
+        await task
+    assert it.stream.messages == [pb.DecodeResponse(ended=pb.DecodeEnded())]
 
 
 # Received KV.
@@ -153,7 +212,7 @@ async def test_a_commit_is_refused_when_the_request_ends_before_its_kv_is_activa
 
 
 @pytest.mark.parametrize(
-    "command", [{"renew_ticket": pb.RenewTicket(attempt=2)}, {"prefill_locally": pb.PrefillLocally()}]
+    "command", [{"renew_ticket": pb.RenewTicket(attempt=2)}, {"prefill_locally": pb.PrefillLocally(attempt=2)}]
 )
 async def test_a_command_that_lost_the_race_against_a_commit_changes_nothing(command: dict[str, Any]) -> None:
     it = Setup()
@@ -166,10 +225,37 @@ async def test_a_command_that_lost_the_race_against_a_commit_changes_nothing(com
     assert it.receiver.num_aborts == 0
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ({"prefill_locally": pb.PrefillLocally(attempt=1)}, "prefill_locally"),
+        ({"renew_ticket": pb.RenewTicket(attempt=1)}, "renewal"),
+        ({"renew_ticket": pb.RenewTicket(attempt=2)}, "renewal"),
+    ],
+)
+async def test_a_command_of_an_older_attempt_is_dropped_and_counted(command: dict[str, Any], message: str) -> None:
+    it = Setup()
+    it.receiver.renews = True
+    async with it.running() as task:
+        await it.receive()
+        it.stream.says(renew_ticket=pb.RenewTicket(attempt=2))
+        it.stream.says(**command)
+        # A command that is not stale comes after it: the first one has been handled when this one has.
+        it.stream.says(stop_choice=pb.StopChoice(choice_index=0))
+        await it.engine.stopped.get()
+        it.receiver.verify()
+        await it.engine.activated.wait()
+        await it.end(task)
+    assert it.engine.stale == [(message, "stale_attempt")]
+    assert it.engine.commands == ["activate"]
+    assert it.receiver.num_aborts == 0
+    assert [each.ticket.ticket.attempt for each in it.stream.messages if each.HasField("ticket")] == [1, 2]
+
+
 async def test_a_grant_that_lost_the_race_against_local_prefill_hands_out_no_ticket() -> None:
     it = Setup()
     async with it.running() as task:
-        it.inbox.put(pb.DecodeRequest(prefill_locally=pb.PrefillLocally()))
+        it.inbox.put(pb.DecodeRequest(prefill_locally=pb.PrefillLocally(attempt=1)))
         it.inbox.put(GRANT)
         await it.end(task)
     assert it.engine.commands == ["prefill_locally"]

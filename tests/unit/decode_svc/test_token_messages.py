@@ -18,7 +18,7 @@ def step(index: int, *, choices: int, entry: TokenLogprobs | None = None) -> Req
         ChoiceTokens(choice_index=choice, first_index=index, token_ids=(7,), logprobs=() if entry is None else (entry,))
         for choice in range(choices)
     )
-    return RequestTokens(request_id=RequestId("r"), choices=tokens)
+    return RequestTokens(request_id=RequestId("r"), attempt=1, choices=tokens)
 
 
 def drain(waiting: deque[RequestTokens]) -> Iterator[RequestTokens]:

@@ -19,9 +19,12 @@ from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.pace import Pace
 from pdserve.engine.runner import Runner, StepDecoder, TokenSampler
 from pdserve.engine.sampler import Sampler
-from pdserve.engine.sequence import Sampled, SampleRow, Sequence, SequenceLimits
-from pdserve.engine.step import Scheduler, StepEvents, StepPlan
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import Sampled, SampleRow, Sequence
+from pdserve.engine.sequence_limits import SequenceLimits
+from pdserve.engine.step import StepEvents, StepPlan
 from pdserve.model.batch import Batch
+from tests.unit.engine.letters import bounded
 
 VOCAB = 31
 EOS = 7
@@ -85,6 +88,8 @@ def expected(prompt: Items[int], params: SamplingParams, choice: int, bounds: Se
     """The completion of one choice, computed alone, token by token, without any cache."""
     sequence = Sequence.from_prompt(RequestId("oracle"), prompt, params, hash_key=KEY)
     while True:
+        # A new state for each token: what may follow is the same however it is reached.
+        sequence.grammar = bounded(params)
         row = bounds.sample_row(sequence, choice)
         (result,) = Sampler().sample(fake_logits(sequence.tokens).unsqueeze(0), [row], [0])
         assert isinstance(result, Sampled)
@@ -130,6 +135,16 @@ class Worker:
         events = self.scheduler.update(plan, self.runner.sample(plan, logits))
         self.note(events)
         return events
+
+    def interrupted_step(self) -> tuple[StepEvents, set[RequestId]]:
+        """A step that has written KV and computed nothing; also returns the requests that it was for."""
+        plan = self.scheduler.schedule(self.pace)
+        self.plans.append(plan)
+        self.runner.forward(plan, self.runner.build(plan))
+        unwanted = {sequence.request_id for sequence in plan.scheduled()}
+        events = self.scheduler.update(plan.without(unwanted), [])
+        self.note(events)
+        return events, unwanted
 
     def note(self, events: StepEvents) -> None:
         """Record the events of a step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -15,10 +15,13 @@ from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.pace import Pace
 from pdserve.engine.runner import ReportLayers, Results, Runner, StepDecoder, TokenSampler
+from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow
-from pdserve.engine.step import Load, Scheduler, StepEvents, StepPlan
+from pdserve.engine.step import Load, StepEvents, StepPlan
 from pdserve.engine.stepper import Stepper
-from pdserve.model.batch import Batch
+from pdserve.model.batch import TENSORS, Batch
+from pdserve.model.grammar import TokenBits
+from pdserve.model.thinking import ThinkingState
 from tests.unit.engine.fakes import Worker
 
 
@@ -48,7 +51,7 @@ class LateRunner(Runner):
         rows, logits_rows = plan.sample_rows()
         launched = _Launched(
             plan=plan,
-            batch=None if batch is None else Batch(**{f.name: getattr(batch, f.name).clone() for f in fields(batch)}),
+            batch=None if batch is None else replace(batch, **{name: getattr(batch, name).clone() for name in TENSORS}),
             rows=[_as_launched(row, is_ahead=plan.is_ahead) for row in rows],
             logits_rows=logits_rows,
         )
@@ -77,6 +80,16 @@ class LateRunner(Runner):
         return results
 
 
+class _AsLaunched(ThinkingState):
+    """Requires what was required when the step was launched, whatever is known when it is computed."""
+
+    def __init__(self, required: TokenBits | None) -> None:
+        self._grammar, self._required = None, required
+
+    def required(self, tokens: array[int], num_prompt: int) -> TokenBits | None:
+        return self._required
+
+
 def _as_launched(row: SampleRow, *, is_ahead: bool) -> SampleRow:
     tokens = array("q", row.tokens)
     if is_ahead:
@@ -87,6 +100,11 @@ def _as_launched(row: SampleRow, *, is_ahead: bool) -> SampleRow:
         tokens=tokens,
         num_prompt=row.num_prompt,
         stop_ids=row.stop_ids,
+        grammar=_AsLaunched(row.grammar.required(row.tokens, row.num_prompt))
+        if isinstance(row.grammar, ThinkingState)
+        else None,
+        rules=row.rules,
+        listed=row.listed,
     )
 
 

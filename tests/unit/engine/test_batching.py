@@ -10,7 +10,7 @@ from pdserve.base.sampling import SamplingParams
 from pdserve.engine.batching import BatchBuilder
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import PrefillChunk, StepPlan
-from pdserve.model.batch import Batch
+from pdserve.model.batch import TENSORS
 from tests.unit.engine.fakes import KEY, limits, row
 
 PARAMS = SamplingParams()
@@ -88,7 +88,7 @@ def test_steps_of_the_same_sequences_reuse_memory_and_equal_new_batches() -> Non
                 one.block_table.append(10 + one.num_tokens)
         batch, fresh = builder.build(plan), BatchBuilder(4).build(plan)
         assert batch.positions.data_ptr() == first.positions.data_ptr()
-        for name in Batch.__dataclass_fields__:
+        for name in TENSORS:
             assert getattr(batch, name).tolist() == getattr(fresh, name).tolist(), name
 
 
@@ -131,7 +131,7 @@ def test_a_batch_made_ahead_is_the_next_one_except_for_its_tokens() -> None:
         advance(a)
         advance(b)
         fresh = BatchBuilder(4).build(plan)
-        for name in set(Batch.__dataclass_fields__) - {"token_ids"}:
+        for name in set(TENSORS) - {"token_ids"}:
             assert getattr(ahead, name).tolist() == getattr(fresh, name).tolist(), name
         # The same step planned after the previous one was collected: the same batch, with its tokens.
         assert builder.build(plan).token_ids.tolist() == fresh.token_ids.tolist()

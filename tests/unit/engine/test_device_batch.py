@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pdserve.engine.device_batch import BatchShape, DeviceBatches
-from pdserve.model.batch import Batch
+from pdserve.model.batch import TENSORS, Batch
 from tests.support.devices import DEVICE
 
 
@@ -43,13 +43,21 @@ def decoding(count: int, num_blocks: int = 3) -> Batch:
 
 def test_a_batch_is_the_same_on_the_device() -> None:
     there = DeviceBatches(DEVICE).upload(mixed())
-    for field in fields(Batch):
-        assert getattr(there, field.name).cpu().equal(getattr(mixed(), field.name)), field.name
+    for name in TENSORS:
+        assert getattr(there, name).cpu().equal(getattr(mixed(), name)), name
+
+
+def test_what_is_requested_of_a_batch_is_known_on_the_device() -> None:
+    batches = DeviceBatches(DEVICE)
+    assert [batches.upload(replace(mixed(), hidden_only=wanted)).hidden_only for wanted in (True, False)] == [
+        True,
+        False,
+    ]
 
 
 def test_all_fields_are_aligned_for_kernels() -> None:
     there = DeviceBatches(DEVICE).upload(mixed())
-    assert all(getattr(there, field.name).data_ptr() % 16 == 0 for field in fields(Batch))
+    assert all(getattr(there, name).data_ptr() % 16 == 0 for name in TENSORS)
 
 
 def test_padding_rows_write_nothing_and_have_an_empty_context() -> None:

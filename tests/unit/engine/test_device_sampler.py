@@ -17,12 +17,17 @@ pytestmark = needs_triton
 pytest.importorskip("triton")
 
 from kernels.triton import sampling  # noqa: E402 - the kernels are defined at import
+from pdserve.base.ids import RequestId  # noqa: E402
 from pdserve.base.sampling import MAX_LOGPROBS, MAX_TOP_K, SamplingParams  # noqa: E402
 from pdserve.engine import device_rows  # noqa: E402
 from pdserve.engine.device_sampler import DeviceSampler, DeviceSamples  # noqa: E402
 from pdserve.engine.sampler import Sampler  # noqa: E402
-from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow, SequenceLimits  # noqa: E402
+from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow, Sequence  # noqa: E402
+from pdserve.engine.sequence_limits import SequenceLimits  # noqa: E402
+from pdserve.engine.token_rules import TokenRules  # noqa: E402
 from tests.unit.engine.fakes import row  # noqa: E402
+from tests.unit.engine.letters import CLOSING, bounded, thinking  # noqa: E402
+from tests.unit.engine.random_grammar import RandomGrammar, with_grammar, with_rules  # noqa: E402
 
 VOCAB = 300
 
@@ -39,6 +44,7 @@ def some_params(draw: random.Random) -> SamplingParams:
         logit_bias=draw.choice([{}, {}, {3: 4.0, 200: -100.0}]),
         min_tokens=draw.choice([0, 0, 5]),
         logprobs=draw.choice([None, None, 0, 3]),
+        logprob_token_ids=draw.choice([(), (), (7,), (299, 0, 41)]),
         seed=draw.choice([0, 7, 2**63 + 11, -3]),
     )
 
@@ -69,6 +75,20 @@ def assert_same(ours: list[SampleResult], theirs: list[SampleResult]) -> None:
         assert (one.logprobs.rank, one.logprobs.top_ids) == (other.logprobs.rank, other.logprobs.top_ids)
         assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)
         assert one.logprobs.top_logprobs == pytest.approx(other.logprobs.top_logprobs, abs=1e-4)
+
+
+def test_tokens_of_a_prompt_are_scored_as_on_the_host_among_rows_of_other_kinds() -> None:
+    draw = random.Random(5)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=3, logprob_token_ids=(7, 299))
+    prompt = [draw.randrange(VOCAB) for _ in range(9)]
+    sequence = Sequence.from_prompt(RequestId("scored"), prompt, params, hash_key=bytes(32))
+    limits = SequenceLimits(max_model_len=64, vocab_size=VOCAB)
+    scored = [*limits.score_rows(sequence, 0, 5), *limits.score_rows(sequence, 5, 9)]
+    rows = [some_row(draw), *scored, some_row(draw)]
+    logits = normal(8, len(rows))
+    ours = DeviceSampler(DEVICE).sample(logits.to(DEVICE), rows, range(len(rows)))
+    assert_same(ours, Sampler().sample(logits, rows, range(len(rows))))
+    assert [each.token_id for each in ours[1:-1] if isinstance(each, Sampled)] == prompt[1:]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -218,3 +238,73 @@ def test_sampling_ahead_of_other_rows_is_an_assertion() -> None:
     sampler.launch(normal(0, 2).to(DEVICE), rows, range(2))
     with pytest.raises(AssertionError, match="cannot sample ahead"):
         sampler.launch(normal(1, 2).to(DEVICE), rows[::-1], range(2), is_ahead=True)
+
+
+def test_rows_with_grammars_get_the_tokens_of_the_host() -> None:
+    """Some rows of a step have a grammar; one of which nothing is allowed fails alone."""
+    draw, sampler = random.Random(6), DeviceSampler(DEVICE)
+    rows = [some_row(draw) for _ in range(12)]
+    for index, share in ((1, 0.02), (4, 0.5), (5, 1.0), (9, 0.0)):
+        rows[index] = with_grammar(rows[index], RandomGrammar(index, VOCAB, share))
+    for step in range(3):
+        logits = normal(step, len(rows))
+        expected = Sampler().sample(logits, rows, range(len(rows)))
+        assert_same(expected, sampler.sample(logits.to(DEVICE), rows, range(len(rows))))
+        failed = expected[9]
+        assert isinstance(failed, SampleFailure)
+        assert failed.is_unprepared
+        for each in rows:
+            each.tokens.append(draw.randrange(VOCAB))
+
+
+def test_a_row_with_a_grammar_does_not_run_ahead() -> None:
+    """What may follow a token is not known before it."""
+    limits = SequenceLimits(max_model_len=64, vocab_size=VOCAB)
+    sequence = Sequence.from_prompt(RequestId("r"), [1, 2], SamplingParams(max_tokens=9), hash_key=bytes(32))
+    sequence.sampling = limits.sample_row(sequence, 0)
+    assert limits.can_run_ahead(sequence)
+    sequence.sampling = with_grammar(sequence.sampling, RandomGrammar(1, VOCAB, 0.5))
+    assert not limits.can_run_ahead(sequence)
+
+
+def test_rows_with_rules_get_the_tokens_of_the_host() -> None:
+    """Lists of allowed tokens and bad words, with a grammar and without, beside rows that have neither."""
+    draw, sampler = random.Random(8), DeviceSampler(DEVICE)
+    rows = [some_row(draw) for _ in range(8)]
+    for index in (1, 2, 5):
+        rows[index] = with_rules(rows[index], index, VOCAB)
+    rows[2] = with_grammar(rows[2], RandomGrammar(2, VOCAB, 0.5))
+    for step in range(3):
+        logits = normal(step, len(rows))
+        expected = Sampler().sample(logits, rows, range(len(rows)))
+        assert_same(expected, sampler.sample(logits.to(DEVICE), rows, range(len(rows))))
+        for each in rows:
+            each.tokens.append(draw.choice([each.tokens[-1], draw.randrange(VOCAB)]))
+
+
+def test_rows_with_a_budget_for_thinking_get_the_tokens_of_the_host() -> None:
+    """Beside rows without one, also where the budget is not used up and nothing is edited."""
+    draw, sampler = random.Random(9), DeviceSampler(DEVICE)
+    rows = [some_row(draw) for _ in range(6)]
+    for index, number in ((1, 0), (2, 1), (4, 3)):
+        grammar = bounded(SamplingParams(thinking=thinking(number, is_open=True)), VOCAB)
+        assert grammar is not None
+        rows[index] = replace(rows[index], num_prompt=len(rows[index].tokens), grammar=grammar.start())
+    for step in range(8):
+        logits = normal(step, len(rows))
+        expected = Sampler().sample(logits, rows, range(len(rows)))
+        assert_same(expected, sampler.sample(logits.to(DEVICE), rows, range(len(rows))))
+        for each, result in zip(rows, expected, strict=True):
+            assert isinstance(result, Sampled)
+            each.tokens.append(result.token_id)
+    assert tuple(rows[1].tokens[-8:-5]) == CLOSING
+    assert tuple(rows[4].tokens[-5:-2]) == CLOSING
+
+
+def test_a_list_of_allowed_tokens_is_an_edit_by_itself() -> None:
+    sampler, logits = DeviceSampler(DEVICE), normal(0, 1)
+    one = row(SamplingParams(temperature=1.0, seed=2))
+    listed = TokenRules(SamplingParams(allowed_token_ids=(7, 250))).allowed(VOCAB)
+    [result] = sampler.sample(logits.to(DEVICE), [replace(one, listed=listed)], [0])
+    assert isinstance(result, Sampled)
+    assert result.token_id in (7, 250)

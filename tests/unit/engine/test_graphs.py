@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -139,3 +141,10 @@ def test_token_ids_on_the_device_are_used_by_recordings_and_replays(recorder: Re
         logits = replaying.forward(decoding(3), CACHE, token_ids=sampled)
         assert logits.tolist() == [[2 * first, 30], [0, 31], [2 * first + 4, 32]]
     assert replaying.forward(decoding(3), CACHE).tolist() == [[14, 30], [16, 31], [18, 32]]
+
+
+def test_batches_for_hidden_states_are_launched_even_where_logits_are_replayed() -> None:
+    recorder = Recorder()
+    replaying = device_decoder(Double(), recorder)
+    replaying.forward(replace(decoding(3), hidden_only=True), CACHE)
+    assert recorder.num_recorded == 0

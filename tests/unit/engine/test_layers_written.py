@@ -74,7 +74,9 @@ class CacheWithEvents(KvCache):
 
 
 def report(request_id: RequestId, num_layers: int) -> LayersWritten:
-    return LayersWritten(request_id=request_id, num_layers=num_layers, num_computed=4, block_tables=((BlockId(0),),))
+    return LayersWritten(
+        request_id=request_id, attempt=0, num_layers=num_layers, num_computed=4, block_tables=((BlockId(0),),)
+    )
 
 
 def one_token() -> Batch:

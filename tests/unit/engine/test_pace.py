@@ -12,7 +12,8 @@ def test_the_first_step_of_a_kind_replaces_the_default() -> None:
     meter.observe(num_decoding=0, num_prefill_tokens=100, step_s=0.05)
     assert meter.pace == Pace(prefill_token_s=0.0005)
     meter.observe(num_decoding=3, num_prefill_tokens=0, step_s=0.006)
-    assert meter.pace == Pace(decode_step_s=0.006, prefill_token_s=0.0005)
+    pace = meter.pace
+    assert (pace.decode_step_s, pace.decode_rows, pace.prefill_token_s) == (0.006, 3, 0.0005)
 
 
 def test_the_time_of_a_shared_step_beyond_decoding_is_the_prefills() -> None:
@@ -87,3 +88,27 @@ def test_the_prefill_rate_accounts_for_decoding_in_the_same_steps() -> None:
     assert pace.prefill_tokens_per_s() == pytest.approx(1000)
     assert pace.prefill_tokens_per_s(0.050) == pytest.approx(600)
     assert pace.prefill_tokens_per_s(0.010) == pytest.approx(1000 / 3)
+
+
+def test_as_long_as_steps_have_equal_rows_a_row_costs_its_share() -> None:
+    meter = PaceMeter()
+    for _ in range(50):
+        meter.observe(num_decoding=4, num_prefill_tokens=0, step_s=0.008)
+    assert meter.pace.decode_row_s == pytest.approx(0.002)
+    assert meter.pace.base_step_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_steps_with_other_rows_show_what_a_row_adds() -> None:
+    meter = PaceMeter()
+    for step in range(300):
+        rows = 1 + step % 16
+        meter.observe(num_decoding=rows, num_prefill_tokens=0, step_s=0.006 + 0.0005 * rows)
+    assert meter.pace.decode_row_s == pytest.approx(0.0005, rel=0.1)
+    assert meter.pace.base_step_s + 20 * meter.pace.decode_row_s == pytest.approx(0.016, rel=0.05)
+
+
+def test_a_row_is_never_free_of_charge_below_zero_nor_more_than_the_step() -> None:
+    meter = PaceMeter()
+    for rows, step_s in ((1, 0.02), (8, 0.01), (1, 0.02), (8, 0.01)):
+        meter.observe(num_decoding=rows, num_prefill_tokens=0, step_s=step_s)
+        assert 0 <= meter.pace.decode_row_s <= 0.02

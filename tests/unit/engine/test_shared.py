@@ -10,7 +10,8 @@ from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.pace import Pace
 from pdserve.engine.running import RunningLimits
-from pdserve.engine.sequence import Sampled, SequenceLimits, unprepared
+from pdserve.engine.sequence import Sampled, unprepared
+from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.engine.shared import SharedScheduler
 from pdserve.engine.step import StepEvents, StepPlan
 from prefill_svc.request import PrefillJob, PrefillSchedulerConfig

@@ -32,13 +32,18 @@ from pdserve.engine.stepper import Stepper
 from pdserve.model.batch import Batch
 from pdserve.model.decoder import Decoder
 from tests.property.model.tiny_models import make_decoder
+from tests.support.depth import IS_FULL
 from tests.unit.engine.fakes import KEY
 from tests.unit.engine.late import WatchedScheduler
 from tests.unit.engine.test_step_on_device import ALWAYS, BLOCK_SIZE, BOUNDS, FIELDS, recorder
 
+_FULL = pytest.mark.skipif(not IS_FULL, reason="one of many cases: `make test-all ARGS=full-depth` runs it")
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 EOS = 2
 PLAIN = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+#: Two thirds of the tokens that are allowed may not follow one of them.
+RULES = replace(PLAIN, temperature=1.0, allowed_token_ids=tuple(range(16)))
+PAIRS = tuple((first, second) for first in range(16) for second in range(16) if (first + second) % 3 < 2)
 #: Position of the token from whose logits nothing can be sampled.
 NAN_POSITION = 45
 
@@ -189,6 +194,11 @@ REQUESTS = {
         ),
         TimedRequest(prompt_length=20, params=replace(PLAIN, max_tokens=20), leaves=2),
     ],
+    "with rules for tokens": [
+        TimedRequest(prompt_length=13, params=replace(RULES, bad_words=PAIRS, seed=1, max_tokens=10)),
+        TimedRequest(prompt_length=7, params=replace(RULES, bad_words=((3,), (5,)), seed=2, n=2, max_tokens=24)),
+        TimedRequest(prompt_length=9, params=replace(RULES, seed=3, logprobs=1, max_tokens=24)),
+    ],
     "of which some fail": [
         TimedRequest(prompt_length=41, params=replace(PLAIN, n=2, seed=4, temperature=1.0)),
         TimedRequest(prompt_length=6, params=replace(PLAIN, logprobs=0)),
@@ -197,7 +207,17 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_replayed"), [("of all kinds", True), ("that end", False), ("of which some fail", True)]
+    ("kind", "is_replayed"),
+    [
+        ("of all kinds", True),
+        ("that end", False),
+        pytest.param(
+            "with rules for tokens",
+            False,
+            marks=_FULL,
+        ),
+        pytest.param("of which some fail", True, marks=_FULL),
+    ],
 )
 def test_running_ahead_publishes_the_same_tokens(model: Decoder, kind: str, is_replayed: bool) -> None:
     ahead = serve(model, REQUESTS[kind], num_blocks=40, is_ahead=True, is_replayed=is_replayed)
@@ -215,6 +235,7 @@ def test_running_ahead_publishes_the_same_tokens(model: Decoder, kind: str, is_r
     assert ahead.num_ahead > ahead.num_steps / 4
 
 
+@_FULL
 def test_running_out_of_blocks_changes_no_token(model: Decoder) -> None:
     requests = [
         TimedRequest(prompt_length=12, params=PLAIN),

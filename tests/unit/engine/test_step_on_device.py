@@ -21,7 +21,7 @@ from pdserve.engine.device_sampler import DeviceSampler
 from pdserve.engine.graphs import Compute, CudaRecorder, DeviceDecoder, GraphConfig, Recorder
 from pdserve.engine.runner import StepDecoder, TokenSampler
 from pdserve.engine.sampler import Sampler
-from pdserve.engine.sequence import SequenceLimits
+from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.model.decoder import Decoder
 from tests.property.model.tiny_models import Fields, make_decoder
 from tests.unit.engine.fakes import KEY, Worker

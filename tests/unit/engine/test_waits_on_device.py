@@ -33,7 +33,9 @@ def test_a_hidden_wait_is_detected(no_hidden_waits: None) -> None:
 
 
 def test_prompts_and_graphs_are_computed_without_hidden_waits(request: pytest.FixtureRequest) -> None:
-    model = make_decoder(FIELDS, KernelOptions(backend=Backend.TRITON), torch.float32, device=DEVICE)
+    # One layer: each kernel of a step is launched, and a simulated GPU takes its time for each.
+    fields = FIELDS | {"num_hidden_layers": 1}
+    model = make_decoder(fields, KernelOptions(backend=Backend.TRITON), torch.float32, device=DEVICE)
     replaying = DeviceDecoder(
         model, DEVICE, GraphConfig(recorder=CudaRecorder(), max_num_seqs=8, max_blocks=8, vocab_size=97)
     )

@@ -13,7 +13,7 @@ from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
-from pdserve.engine.sequence import SequenceLimits
+from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.model.decoder import Decoder
 from pdserve.model.loader import load_decoder
 from prefill_svc.request import PrefillJob, PrefillSchedulerConfig

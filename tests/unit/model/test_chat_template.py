@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 from pathlib import Path
 
@@ -66,6 +67,57 @@ def test_a_template_may_reject_messages() -> None:
     with pytest.raises(RequestError, match="roles must alternate") as refused:
         render("{{ raise_exception('roles must alternate') }}")
     assert refused.value.param == "messages"
+
+
+_NO_SYSTEM = (
+    "{% for each in messages %}{% if each.role == 'system' or each.content == 'bad' %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}{{ each.content }}{% endfor %}"
+)
+
+
+def test_a_template_that_refuses_the_system_alone_says_so() -> None:
+    system: dict[str, object] = {"role": "system", "content": "Be brief."}
+    user: dict[str, object] = {"role": "user", "content": "Hi"}
+    refuses_system = r"refuses the system message: Roles must alternate\. Put its text into a message of the user"
+    for messages, text in (
+        ([system, user], refuses_system),
+        # Something else is wrong, too, or is all that is wrong.
+        ([system, user, {"role": "user", "content": "bad"}], "rejects these messages: Roles must alternate"),
+        ([{"role": "user", "content": "bad"}], "rejects these messages: Roles must alternate"),
+        ([system], "rejects these messages: Roles must alternate"),
+    ):
+        with pytest.raises(RequestError, match=text) as refused:
+            render(_NO_SYSTEM, messages)
+        assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("a\n{% if %}", "is not a valid template in line 2: Expected an expression"),
+        ("a\n\n{{ 1 | nothing }}", "is not a valid template in line 3: No filter named 'nothing'"),
+        ("{{ " + "-" * 6000 + "1 }}", "is not a valid template: RecursionError"),
+        ("{{ x", "is not a valid template in line 1: unexpected end of template"),
+        ("x" * 1_000_001, "is not a valid template"),
+        ("a\n{{ messages.x.y }}", "failed in line 2: 'list object' has no attribute 'x'"),
+        ("{% macro f() %}\n{{ 1 // 0 }}{% endmacro %}\n\n{{ f() }}", "failed in line 2: ZeroDivisionError"),
+        ("\n{{ raise_exception('no') }}", "failed in line 2: no"),
+        ("{% include '/etc/passwd' %}", "failed in line 1: no loader"),
+        ("\n{{ ''.__class__.__mro__ }}", "failed in line 2: access to attribute '__class__'"),
+        ("{% for a in range(9 ** 9) %}{% for b in range(9 ** 9) %}{% endfor %}{% endfor %}", "failed in line 1"),
+    ],
+)
+def test_what_is_wrong_with_a_clients_template_is_named_with_its_line(source: str, text: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(text)) as refused:
+        ChatTemplate.of_client(source, {}).render(HELLO)
+    assert refused.value.param == "chat_template"
+    assert "chat_template" in str(refused.value)
+
+
+def test_a_clients_template_has_the_tokens_of_the_model() -> None:
+    assert (
+        ChatTemplate.of_client("{{ bos_token }}{{ messages[0].role }}", {"bos_token": "<s>"}).render(HELLO) == "<s>user"
+    )
 
 
 @pytest.mark.parametrize(

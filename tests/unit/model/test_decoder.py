@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.choice import Backend, KernelOptions
+from kernels.choice import Backend, KernelOptions, instruction_sets
+from kernels.decoder import PassInterrupted
 from pdserve.model.decoder import Decoder
 from pdserve.model.loader import load_decoder
 from tests.golden.paged import PagedRunner
@@ -160,3 +163,34 @@ def test_working_memory_is_there_before_the_first_long_prompt(tmp_path: Path) ->
     decoder.forward(batch, runner.kv_cache)
     # On new memory it takes some 900.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 300
+
+
+def backends() -> list[Backend]:
+    return [Backend.REFERENCE, *([Backend.CPU] if instruction_sets() else [])]
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_an_interrupted_pass_has_no_logits_and_does_not_change_the_next(tmp_path: Path, backend: Backend) -> None:
+    decoder = load_decoder(save_model(tmp_path), kernels=KernelOptions(backend=backend))
+    undisturbed = logits_in_chunks(decoder, [60])
+    assert decoder.interrupt is not None
+    decoder.interrupt.set()
+    with pytest.raises(PassInterrupted):
+        logits_in_chunks(decoder, [60])
+    decoder.interrupt.clear()
+    assert torch.equal(logits_in_chunks(decoder, [60]), undisturbed)
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_a_pass_can_be_interrupted_at_any_time(tmp_path: Path, backend: Backend) -> None:
+    decoder = load_decoder(save_model(tmp_path), kernels=KernelOptions(backend=backend))
+    undisturbed = logits_in_chunks(decoder, [60])
+    interrupt = decoder.interrupt
+    assert interrupt is not None
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(20):
+            interrupt.clear()
+            setting = other.submit(interrupt.set)
+            with suppress(PassInterrupted):
+                assert torch.equal(logits_in_chunks(decoder, [60]), undisturbed)
+            setting.result()

@@ -11,15 +11,19 @@ from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from prefill_svc.request import TRANSITIONS, PrefillJob, PrefillPhase, PromptQueues, ScheduledPrompt
 
-WAITING, COMPUTING, COMPUTED, RELEASED = PrefillPhase
+WAITING, COMPUTING, COMPUTED, STOPPED, RELEASED = PrefillPhase
 
 #: Written out a second time, so that a changed table has to be changed here as well.
 LEGAL = [
     (WAITING, COMPUTING),
+    (WAITING, STOPPED),
     (WAITING, RELEASED),
     (COMPUTING, COMPUTED),
+    (COMPUTING, STOPPED),
     (COMPUTING, RELEASED),
+    (COMPUTED, STOPPED),
     (COMPUTED, RELEASED),
+    (STOPPED, RELEASED),
 ]
 ILLEGAL = [pair for pair in itertools.product(PrefillPhase, PrefillPhase) if pair not in LEGAL]
 

@@ -47,7 +47,7 @@ def test_each_chunk_requests_reports_of_the_layers_that_its_job_names() -> None:
     reports = [plan.reports for plan in worker.plans]
     assert reports == [
         tuple(
-            LayersWritten(request_id=A, num_layers=layers, num_computed=stop, block_tables=(table,))
+            LayersWritten(request_id=A, attempt=0, num_layers=layers, num_computed=stop, block_tables=(table,))
             for layers in (2, 5)
         )
         for stop in (6, 10)
@@ -73,6 +73,22 @@ def test_prompts_are_computed_first_come_first_served_and_share_steps() -> None:
         worker.scheduler.add(job(name, [start, *PROMPT[1:]]))
     worker.run()
     assert worker.sizes() == [{A: 8}, {A: 2, B: 6}, {B: 4, C: 4}, {C: 6}]
+
+
+def test_a_prompt_is_computed_though_the_one_before_has_used_up_a_step_and_holds_its_blocks() -> None:
+    worker = prefill(budget=len(PROMPT))
+    for name, start in ((A, 0), (B, 1)):
+        worker.scheduler.add(job(name, [start, *PROMPT[1:]]))
+    worker.run()
+    assert worker.sizes()[:2] == [{A: len(PROMPT)}, {B: len(PROMPT)}]
+
+
+def test_a_prompt_that_has_lost_a_worker_keeps_its_turn() -> None:
+    worker = prefill(budget=8)
+    for name, arrived_at in ((A, 5.0), (B, 6.0), (C, 1.0)):
+        worker.scheduler.add(replace(job(name, [ord(name) % 7, *PROMPT[1:]]), arrived_at=arrived_at))
+    worker.run()
+    assert worker.sizes() == [{C: 8}, {C: 2, A: 6}, {A: 4, B: 4}, {B: 6}]
 
 
 def test_a_prompt_that_is_cached_entirely_recomputes_its_last_block() -> None:
@@ -284,3 +300,13 @@ def test_masked_rows_never_read_what_an_earlier_owner_left_behind() -> None:
     worker.run()
     assert worker.tokens(A) == [first_token(PROMPT)]
     assert torch.isinf(worker.cache.tensor[worker.scheduler.block_tables(A)[0][-1], 0, 0, 0, -1, 0])
+
+
+def test_each_event_carries_its_attempt() -> None:
+    worker = prefill(4)
+    worker.scheduler.add(replace(job(A, PROMPT), attempt=3))
+    worker.scheduler.add(replace(job(B, PROMPT), attempt=4))
+    [events] = worker.run()
+    found = [*events.started, *events.progress, *events.tokens]
+    assert [(each.request_id, each.attempt) for each in found] == [(A, 3)] * 3
+    assert worker.scheduler.hand_back() == [(B, 4)]

@@ -553,6 +553,7 @@ static void describe(const Tokens& tokens, float best, long wanted, SampleResult
   const double log_total = double(best) + log_of(sum_of_exp(tokens.logits, tokens.count, best));
   const float chosen = tokens.logits[result.token];
   result.logprob = double(chosen) - log_total;
+  result.log_total = log_total;
   result.rank = 1;
   for (long i = 0; i < tokens.count; i += kSingles) {
     const vs x = block_of(tokens, i);

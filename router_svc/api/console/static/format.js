@@ -58,3 +58,8 @@ export function quantile(values, share) {
 }
 
 export const plural = (number, one, many = `${one}s`) => `${count(number)} ${number === 1 ? one : many}`;
+
+/** The names of the router's models. */
+export function modelsOf(state) {
+  return (state.router.models ?? [state.router]).map((each) => each.model);
+}

@@ -4,7 +4,7 @@ import { clusterView } from "./cluster.js";
 import { attribute, h, reconcile, text } from "./dom.js";
 import { Feed } from "./feed.js";
 import { figures } from "./figures.js";
-import { duration } from "./format.js";
+import { duration, modelsOf } from "./format.js";
 import { FINAL_STATES } from "./phases.js";
 import { playgroundView } from "./playground.js";
 import { RequestList, listHead, newest, requestsPane } from "./requests.js";
@@ -70,7 +70,7 @@ function draw() {
   if (!state) return;
   const now = feed.now();
   const requests = newest(state);
-  text(element("model"), state.router.model);
+  text(element("model"), modelsOf(state).join(", "));
   text(element("version"), `pdserve ${state.router.version}`);
   element("figures").hidden = view === "playground";
   if (view !== "playground") drawFigures(state, history, requests);

@@ -1,7 +1,7 @@
-// A chat with the served model: ordinary API requests, with times and phases under each answer.
+// A chat with a served model: ordinary API requests, with times and phases under each answer.
 
 import { attribute, h, text } from "./dom.js";
-import { count, duration } from "./format.js";
+import { count, duration, modelsOf } from "./format.js";
 import { FINAL_STATES } from "./phases.js";
 import { events, request } from "./sse.js";
 import { legend, strip, updateStrip } from "./waterfall.js";
@@ -18,7 +18,8 @@ export function playgroundView(root) {
 
 class Chat {
   constructor() {
-    this.model = "";
+    this.models = h("select");
+    this.modelField = field("Model", this.models);
     /** The conversation as the API takes it. It is nowhere but in this page. */
     this.messages = [];
     this.abort = null;
@@ -52,6 +53,7 @@ class Chat {
         "section",
         { class: "card settings", "aria-labelledby": "settings" },
         h("header", {}, h("h2", { id: "settings" }, "Settings")),
+        this.modelField,
         field("System message", this.system),
         field("Temperature", this.temperature),
         field("Maximum tokens", this.maxTokens),
@@ -61,7 +63,17 @@ class Chat {
   }
 
   show(state) {
-    this.model = state.router.model;
+    const names = modelsOf(state);
+    if (names.join() === [...this.models.options].map((option) => option.value).join()) return;
+    const chosen = this.model;
+    this.models.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
+    if (names.includes(chosen)) this.models.value = chosen;
+    this.modelField.hidden = names.length < 2;
+  }
+
+  /** The name of the model that answers. */
+  get model() {
+    return this.models.value;
   }
 
   restart() {

@@ -2,6 +2,7 @@
 
 import { h } from "./dom.js";
 
+const JSON_MEDIA = "application/json";
 const METHODS = ["get", "post", "put", "patch", "delete"];
 const $ = (id) => document.getElementById(id);
 
@@ -85,7 +86,8 @@ function operationSection(api, path, method, operation) {
   const resolve = resolver(api);
   const id = anchor(method, path);
   const parameters = (operation.parameters ?? []).map(resolve);
-  const body = operation.requestBody?.content["application/json"].schema;
+  // A body has one media type: JSON, which needs no word, or a form.
+  const [[media, { schema: body }]] = Object.entries(operation.requestBody?.content ?? { [JSON_MEDIA]: {} });
   const statuses = Object.entries(operation.responses).map(([status, response]) => [status, resolve(response)]);
   const isGood = ([status]) => Number(status) < 400;
   return h("section", { class: "card", id, "aria-labelledby": `${id}-title` },
@@ -97,7 +99,7 @@ function operationSection(api, path, method, operation) {
     parameters.length ? h("h3", {}, "Parameters") : null,
     parameters.length ? h("dl", { class: "fields" }, parameters.map((each) =>
       fieldRow(`${each.name} (${each.in})`, { ...each.schema, description: each.description }, each.required))) : null,
-    body ? h("h3", {}, "Body: ", ...kind(body)) : null,
+    body ? h("h3", {}, "Body: ", media === JSON_MEDIA ? [] : `${media}: `, ...kind(body)) : null,
     body ? fields(resolve(body)) : null,
     h("h3", {}, "Answers"),
     h("dl", { class: "fields" }, statuses.filter(isGood).map(([status, each]) => answerRow(status, each))),

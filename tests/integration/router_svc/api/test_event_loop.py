@@ -19,7 +19,7 @@ import pytest
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
 from tests.integration.router_svc.conftest import ScriptedCluster
-from tests.support.callbacks import LIMIT_S, Longest, watched_callbacks
+from tests.support.callbacks import LIMIT_S, Longest, longest_callback
 from tests.support.tiny_model import NAME
 
 Result = TypeVar("Result")
@@ -42,6 +42,14 @@ def body(fields: dict[str, Any]) -> bytes:
 
 
 PROMPT = b'{"model": "%b", "prompt": ' % NAME.encode()
+BLOCKS = b'{"model":"%b","max_tokens":8,"messages":[{"role":"user","content":[' % NAME.encode()
+LAST_BLOCK = b'{"type":"text","text":""}]}]}'
+ITEMS: dict[str, Any] = {"model": NAME, "max_output_tokens": 8}
+ITEM = b'{"model":"%b","input":[{"role":"user","content":[' % NAME.encode()
+LAST_TEXT = b'{"type":"input_text","text":""}]}]}'
+EMBEDDING: dict[str, Any] = {"model": NAME}
+CALL = {"type": "function_call", "call_id": "1", "name": "put", "arguments": '{"a": [1, 2, 3]}'}
+TOOL = {"type": "function", "name": "put", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
 KEYS = {f"key{index}": 1 for index in range(290)}
 #: Path, body, and the status of its answer.
 WORST: dict[str, tuple[str, bytes, int]] = {
@@ -50,6 +58,12 @@ WORST: dict[str, tuple[str, bytes, int]] = {
     "texts": ("/v1/completions", body(COMPLETION | {"prompt": ["a" * 99_000] * 84}), 400),
     "many texts": ("/v1/completions", body(COMPLETION | {"prompt": ["a" * 200] * 512, "max_tokens": 1}), 200),
     "many ids": ("/v1/completions", body(COMPLETION | {"prompt": [[1] * 250] * 512, "max_tokens": 1}), 200),
+    "many inputs": ("/v1/embeddings", body(EMBEDDING | {"input": ["a" * 100] * 2048}), 200),
+    "encoded inputs": (
+        "/v1/embeddings",
+        body(EMBEDDING | {"input": [[1] * 140] * 2048, "encoding_format": "base64"}),
+        200,
+    ),
     "token ids": ("/v1/completions", fill(PROMPT + b"[", b"1,", b"1]}", 2_300_000), 400),
     "values": ("/v1/completions", fill(PROMPT + b"[", b"1,", b"1]}"), 413),
     "lists": ("/v1/completions", fill(PROMPT + b"[", b"[],", b"[]]}"), 413),
@@ -72,20 +86,32 @@ WORST: dict[str, tuple[str, bytes, int]] = {
         200,
     ),
     "printed kwargs": ("/v1/chat/completions", body(CHAT | {"chat_template_kwargs": {"mood": "a b " * 1024}}), 400),
+    "blocks": ("/v1/messages", fill(BLOCKS, b'{"type":"text","text":""},', LAST_BLOCK, 64 * 1024), 400),
+    "many blocks": ("/v1/messages", fill(BLOCKS, b'{"type":"text","text":""},', LAST_BLOCK, 500_000), 400),
+    "turns": ("/v1/messages", body(CHAT | {"messages": [USER, USER | {"role": "assistant"}] * 2000}), 400),
+    "unknown fields": ("/v1/messages/count_tokens", body(CHAT | {"messages": [USER | KEYS] * 200}), 200),
+    "items": ("/v1/responses", body(ITEMS | {"input": [USER] * 4096}), 400),
+    "content of an item": ("/v1/responses", fill(ITEM, b'{"type":"input_text","text":""},', LAST_TEXT, 500_000), 400),
+    "calls": ("/v1/responses", body(ITEMS | {"input": [CALL] * 4096}), 400),
+    "tools": ("/v1/responses", body(ITEMS | {"input": "x", "tools": [TOOL] * 200}), 400),
     "tokenize": ("/tokenize", fill(b'{"prompt": "', b"a b ", b'", "return_token_strs": true}', 100_000), 200),
     "tokenize all": ("/tokenize", fill(b'{"prompt": "', b"a b ", b'"}'), 400),
     "detokenize": ("/detokenize", fill(b'{"tokens": [', b"1,", b"1]}", 2_300_000), 413),
 }
-BY_GRPC: dict[str, pb.GenerateRequest] = {
-    "text": pb.GenerateRequest(model=NAME, text="a b " * (2**21 - 100)),
-    "token ids": pb.GenerateRequest(model=NAME, token_ids=pb.TokenIds(ids=[1] * 8_000_000)),
-    "biases": pb.GenerateRequest(
-        model=NAME, text="x", sampling=pb.ClientSampling(logit_bias=dict.fromkeys(range(400_000), 1.0))
-    ),
-    "log-probabilities": pb.GenerateRequest(
-        model=NAME, text="x", sampling=pb.ClientSampling(n=48, max_tokens=50, logprobs=20)
-    ),
-}
+
+
+def by_grpc() -> dict[str, pb.GenerateRequest]:
+    """Messages of gRPC. Made by the test: they take most of a second."""
+    return {
+        "text": pb.GenerateRequest(model=NAME, text="a b " * (2**21 - 100)),
+        "token ids": pb.GenerateRequest(model=NAME, token_ids=pb.TokenIds(ids=[1] * 8_000_000)),
+        "biases": pb.GenerateRequest(
+            model=NAME, text="x", sampling=pb.ClientSampling(logit_bias=dict.fromkeys(range(400_000), 1.0))
+        ),
+        "log-probabilities": pb.GenerateRequest(
+            model=NAME, text="x", sampling=pb.ClientSampling(n=48, max_tokens=50, logprobs=20)
+        ),
+    }
 
 
 def post(base_url: str, path: str, data: bytes) -> int:
@@ -110,20 +136,15 @@ def generate(address: str, message: pb.GenerateRequest) -> str:
         return str(call.code().name)
 
 
-async def longest_callback(send: Callable[[], Result]) -> tuple[Result, Longest]:
-    """What a thread gets for a request, and the longest callback meanwhile.
+async def sent(send: Callable[[], Result]) -> tuple[Result, Longest]:
+    """What a thread gets for a request, and the longest callback meanwhile."""
+    results: list[Result] = []
 
-    The shortest of three: a cold cache or a page fault may lengthen one, and what a request costs is in each.
-    """
-    best: Longest | None = None
-    for _ in range(3):
-        with watched_callbacks() as longest:
-            result = await asyncio.to_thread(send)
-        best = longest if best is None or longest.seconds < best.seconds else best
-        if best.seconds <= LIMIT_S:
-            break
-    assert best is not None
-    return result, best
+    async def run() -> None:
+        results.append(await asyncio.to_thread(send))
+
+    longest = await longest_callback(run)
+    return results[-1], longest
 
 
 @pytest.mark.slow
@@ -144,11 +165,11 @@ async def test_no_legal_body_holds_the_event_loop(cluster: ScriptedCluster) -> N
         for _ in range(NUM_STREAMS):
             group.create_task(stream())
         for name, (path, data, _) in WORST.items():
-            statuses[name], longest = await longest_callback(partial(post, cluster.base_url, path, data))
+            statuses[name], longest = await sent(partial(post, cluster.base_url, path, data))
             if longest.seconds > LIMIT_S:
                 found[name] = f"{longest.seconds * 1e3:.0f} ms in {longest.callback}"
-        for name, message in BY_GRPC.items():
-            codes[name], longest = await longest_callback(partial(generate, cluster.grpc_address, message))
+        for name, message in by_grpc().items():
+            codes[name], longest = await sent(partial(generate, cluster.grpc_address, message))
             if longest.seconds > LIMIT_S:
                 found[f"gRPC {name}"] = f"{longest.seconds * 1e3:.0f} ms in {longest.callback}"
         stop.set()

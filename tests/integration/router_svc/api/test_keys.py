@@ -61,7 +61,7 @@ def routes_of(cluster: ScriptedCluster) -> list[tuple[str, str]]:
 
 
 async def test_every_path_but_probes_wants_a_key_however_it_is_spelt(locked: ScriptedCluster) -> None:
-    free = {"/livez", "/readyz", "/health", "/console", "/console/", "/console/{name}"}
+    free = {"/", "/livez", "/readyz", "/health", "/console", "/console/", "/console/{name}"}
     free |= {"/openapi.json", "/docs", "/docs/", "/docs/{name}"}
     guarded = [(method, path) for method, path in routes_of(locked) if path not in free]
     assert len(guarded) >= 10
@@ -259,5 +259,5 @@ async def test_every_grpc_method_but_those_of_health_and_reflection_wants_a_key(
                 found[method.full_name] = await call.code()
         unknown = channel.unary_unary("/pdserve.v1.InferenceService/Other")(b"")
         assert await unknown.code() is grpc.StatusCode.UNIMPLEMENTED
-    names = {f"pdserve.v1.InferenceService.{name}" for name in ("Generate", "Resume", "Cancel")}
+    names = {f"pdserve.v1.InferenceService.{name}" for name in ("Generate", "Embed", "Resume", "Cancel")}
     assert found == dict.fromkeys(names, grpc.StatusCode.UNAUTHENTICATED)

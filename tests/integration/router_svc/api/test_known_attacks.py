@@ -18,10 +18,15 @@ OUTSIDE = (-1, VOCAB_SIZE, 2**31, 2**32, 2**63, 2**64)
 
 
 async def test_token_ids_outside_of_the_vocabulary_reach_no_worker(small_cluster: ScriptedCluster) -> None:
-    """They crashed workers, or changed rows of others (vllm#44968, #54195, #16529). Fails without `check_token_ids`."""
+    """They crashed workers, or changed rows of others (vllm#44968, #54195, #16529; gonka#1170).
+
+    Fails without `check_token_ids`.
+    """
     for token_id in OUTSIDE:
         for fields in (
             {"stop_token_ids": [1, token_id]},
+            {"allowed_token_ids": [1, token_id]},
+            {"logprob_token_ids": [1, token_id], "logprobs": 0},
             {"logit_bias": {"1": 1, str(token_id): 1}},
             {"prompt": [1, token_id]},
         ):
@@ -35,6 +40,7 @@ async def test_token_ids_outside_of_the_vocabulary_reach_no_worker(small_cluster
         for token_id in (VOCAB_SIZE, 2**31, 2**32 - 1):
             for request in (
                 pb.GenerateRequest(model=NAME, text="x", sampling=pb.ClientSampling(stop_token_ids=[token_id])),
+                pb.GenerateRequest(model=NAME, text="x", sampling=pb.ClientSampling(allowed_token_ids=[1, token_id])),
                 pb.GenerateRequest(model=NAME, text="x", sampling=pb.ClientSampling(logit_bias={token_id: 1.0})),
                 pb.GenerateRequest(model=NAME, token_ids=pb.TokenIds(ids=[1, token_id])),
             ):
@@ -77,12 +83,25 @@ async def test_no_path_takes_a_file_a_model_or_an_order_to_the_engine(small_clus
     judge what it takes, and from whom, before it is added here.
     """
     changing = {path for method, path in routes_of(small_cluster) if method not in ("GET", "HEAD")}
-    # The last one takes an id and nothing else, and ends requests of the caller's own tenant alone.
-    own = {"/v1/requests/x/cancel"}
-    assert changing == {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"} | own
+    # These take an id and nothing else, and end or delete what is the caller's own tenant's alone.
+    own = {"/v1/requests/x/cancel", "/v1/responses/x", "/v1/responses/x/cancel"}
+    generating = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
+    generating |= {"/api/chat", "/api/generate"}
+    reading = {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/api/show"}
+    # These take texts, token ids and how to pool them. A prompt's name is looked up among those of the model's files.
+    pooled = {"/v1/embeddings", "/v1/score", "/v1/rerank", "/api/embed", "/api/embeddings"}
+    # It takes texts, and the names of possible answers, which are texts of the prompt as well.
+    deciding = {"/v1/decisions"}
+    # Only with a store. An upload is data of its tenant: sealed, bounded, refused from web pages, and names no path
+    # or code. A batch names such a file, and its lines are requests of the same tenant.
+    stored = {"/v1/files", "/v1/files/x", "/v1/batches", "/v1/batches/x/cancel"}
+    assert changing == generating | reading | own | pooled | deciding | stored
     for path in (
         "/api/create",
         "/api/push",
+        "/api/pull",
+        "/api/copy",
+        "/api/blobs/sha256:00",
         "/v1/files",
         "/update_weights",
         "/load_lora_adapter",

@@ -204,7 +204,7 @@ async def test_workers_get_unique_ids_for_repeated_request_ids(cluster: Scripted
 async def test_errors_have_the_request_id_header(cluster: ScriptedCluster) -> None:
     headers = {"X-Request-Id": "mine"}
     # A first token that came between the two would be progress, and a third worker would get the request.
-    cluster.script.fail("decode_token", None, after_first_token(cluster, _broken), _broken)
+    cluster.script.fail("decode_token", None, after_first_token(cluster, _broken, request_id="mine"), _broken)
     async with cluster.http.post(
         f"{cluster.base_url}/v1/completions", json={"model": NAME, "prompt": "x"}, headers=headers
     ) as response:

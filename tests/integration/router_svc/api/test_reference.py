@@ -21,6 +21,16 @@ ONE_OF_EACH = {"prefill-0": "prefill", "decode-0": "decode"}
 USER = {"role": "user", "content": "Say hello"}
 TEXT: dict[str, Any] = {"model": NAME, "prompt": "Say hello", "max_tokens": 50}
 CHAT: dict[str, Any] = {"model": NAME, "messages": [USER]}
+DECISION = {
+    "model": NAME,
+    "input": "x",
+    "questions": [
+        {"type": "predicate", "name": "a", "instructions": "Is it?"},
+        {"type": "choice", "instructions": "Which?", "choices": [{"value": "a", "description": "b"}, {"value": True}]},
+        {"type": "score", "instructions": "How?", "levels": [{"label": "a"}, {"label": "b"}]},
+    ],
+}
+MESSAGE = CHAT | {"max_tokens": 50, "beta": True}
 
 
 @pytest.fixture
@@ -79,6 +89,7 @@ async def test_the_document_and_its_page_need_no_key_and_all_else_does_as_descri
 
 
 #: Requests, each with the status of its answer. Together they reach every operation.
+RESPONSE = {"model": NAME, "input": "Hi", "instructions": "x", "max_output_tokens": 8, "client_metadata": {}}
 REQUESTS: list[tuple[str, str, object, int]] = [
     ("POST", "/v1/completions", TEXT, 200),
     ("POST", "/v1/completions", TEXT | {"logprobs": 2, "n": 2}, 200),
@@ -86,6 +97,8 @@ REQUESTS: list[tuple[str, str, object, int]] = [
     ("POST", "/v1/completions", TEXT | {"stream": True}, 200),
     ("POST", "/v1/completions", TEXT | {"stream": True, "echo": True}, 200),
     ("POST", "/v1/completions", TEXT | {"stream": True, "logprobs": 1, "stream_options": {"include_usage": True}}, 200),
+    ("POST", "/v1/completions", TEXT | {"return_token_ids": True, "truncate_prompt_tokens": 3}, 200),
+    ("POST", "/v1/completions", TEXT | {"return_token_ids": True, "stream": True}, 200),
     ("POST", "/v1/completions", TEXT | {"model": "other"}, 404),
     ("POST", "/v1/completions", TEXT | {"n": 0}, 400),
     ("POST", "/v1/completions", TEXT | {"n": 100, "max_tokens": 200, "logprobs": 20}, 413),
@@ -98,7 +111,59 @@ REQUESTS: list[tuple[str, str, object, int]] = [
         CHAT | {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
         200,
     ),
+    ("POST", "/v1/chat/completions", CHAT | {"return_token_ids": True}, 200),
+    ("POST", "/v1/chat/completions", CHAT | {"return_token_ids": True, "stream": True, "n": 2}, 200),
     ("POST", "/v1/chat/completions", {}, 400),
+    ("POST", "/v1/responses", RESPONSE, 200),
+    ("POST", "/v1/responses", RESPONSE | {"stream": True}, 200),
+    ("POST", "/v1/responses", RESPONSE | {"store": True}, 400),
+    ("GET", "/v1/responses/resp_1", None, 404),
+    ("DELETE", "/v1/responses/resp_1", None, 404),
+    ("POST", "/v1/responses/resp_1/cancel", None, 404),
+    ("GET", "/v1/responses/resp_1/input_items", None, 404),
+    ("POST", "/v1/files", {}, 404),
+    ("GET", "/v1/files", None, 404),
+    ("GET", "/v1/files/file-" + "0" * 32, None, 404),
+    ("DELETE", "/v1/files/file-" + "0" * 32, None, 404),
+    ("GET", "/v1/files/file-" + "0" * 32 + "/content", None, 404),
+    ("POST", "/v1/batches", {}, 404),
+    ("GET", "/v1/batches", None, 404),
+    ("GET", "/v1/batches/batch_" + "0" * 32, None, 404),
+    ("POST", "/v1/batches/batch_" + "0" * 32 + "/cancel", None, 404),
+    ("POST", "/v1/messages", MESSAGE, 200),
+    ("POST", "/v1/messages", MESSAGE | {"stream": True, "stop_sequences": ["wor"]}, 200),
+    ("POST", "/v1/messages", MESSAGE | {"model": "other"}, 404),
+    ("POST", "/v1/messages", CHAT, 400),
+    ("POST", "/v1/messages/count_tokens", CHAT, 200),
+    ("POST", "/v1/messages/count_tokens", {}, 400),
+    ("POST", "/api/chat", CHAT, 200),
+    ("POST", "/api/chat", CHAT | {"stream": False, "keep_alive": 0, "format": "json"}, 200),
+    ("POST", "/api/chat", CHAT | {"model": "other"}, 404),
+    ("POST", "/api/chat", CHAT | {"think": True}, 400),
+    ("POST", "/api/generate", TEXT, 200),
+    ("POST", "/api/generate", TEXT | {"raw": True, "stream": False, "options": {"num_predict": 3}}, 200),
+    ("POST", "/api/generate", {}, 400),
+    ("POST", "/api/show", {"model": NAME, "verbose": True}, 200),
+    ("POST", "/api/show", {"model": "other"}, 404),
+    ("POST", "/api/chat", CHAT | {"logprobs": True, "top_logprobs": 1, "stream": False}, 200),
+    ("POST", "/api/generate", TEXT | {"logprobs": True}, 200),
+    ("POST", "/api/embed", {"model": NAME, "input": ["Say", "hello"], "dimensions": 3, "keep_alive": 0}, 200),
+    ("POST", "/api/embed", {"model": NAME, "input": []}, 400),
+    ("POST", "/api/embeddings", {"model": NAME, "prompt": "Say"}, 200),
+    ("POST", "/api/embeddings", {"model": "other", "prompt": "Say"}, 404),
+    ("GET", "/", None, 200),
+    ("GET", "/api/tags", None, 200),
+    ("GET", "/api/ps", None, 200),
+    ("GET", "/api/version", None, 200),
+    ("POST", "/v1/embeddings", {"model": NAME, "input": ["Say", "hello"], "encoding_format": "base64"}, 200),
+    ("POST", "/v1/embeddings", {"model": NAME, "input": [65, 66], "dimensions": 3, "pooling": "mean"}, 200),
+    ("POST", "/v1/embeddings", {"model": NAME, "input": "x", "dimensions": 17}, 400),
+    ("POST", "/v1/score", {"model": NAME, "text_1": "Say", "text_2": ["hello", "Say"]}, 200),
+    ("POST", "/v1/score", {"model": NAME, "text_1": ["a", "b"], "text_2": ["c"] * 3}, 400),
+    ("POST", "/v1/rerank", {"model": NAME, "query": "Say", "documents": ["hello", {"text": "Say"}]}, 200),
+    ("POST", "/v1/rerank", {"model": NAME, "query": "Say", "documents": ["x"] * 512}, 400),
+    ("POST", "/v1/decisions", DECISION, 200),
+    ("POST", "/v1/decisions", DECISION | {"questions": []}, 400),
     ("POST", "/tokenize", {"prompt": "x", "return_token_strs": True}, 200),
     ("POST", "/tokenize", {"messages": [USER]}, 200),
     ("POST", "/detokenize", {"tokens": [65]}, 200),
@@ -107,6 +172,7 @@ REQUESTS: list[tuple[str, str, object, int]] = [
     ("GET", f"/v1/models/{NAME}", None, 200),
     ("GET", "/v1/models/org/other", None, 404),
     ("GET", "/version", None, 200),
+    ("GET", "/tokenizer_info", None, 200),
     ("GET", "/livez", None, 200),
     ("GET", "/readyz", None, 200),
     ("GET", "/health", None, 200),
@@ -179,19 +245,29 @@ async def test_a_head_request_takes_no_slot_of_a_console(small_cluster: Scripted
     assert small_cluster.router._console.feed.num_readers == 0
 
 
-async def test_errors_of_the_cluster_are_as_described(cluster: ScriptedCluster) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "late", "overloaded"),
+    [
+        ("/v1/completions", TEXT, b'{"error":', 503),
+        ("/v1/messages", MESSAGE, b'{"type":"error"', 529),
+        ("/api/chat", CHAT, b'{"error":"', 503),
+    ],
+)
+async def test_errors_of_the_cluster_are_as_described(
+    cluster: ScriptedCluster, path: str, body: dict[str, Any], late: bytes, overloaded: int
+) -> None:
     described = await description_of(cluster.base_url)
-    known = ("POST", "/v1/completions")
+    known = ("POST", path)
     # Every attempt fails. The first token may be with the client by then, or not.
     cluster.script.fail("decode_token", *[failing(PeerLost("the peer is gone"))] * 1000)
-    async with cluster.http.post(cluster.base_url + known[1], json=TEXT | {"stream": True, "timeout": 0.5}) as response:
+    async with cluster.http.post(cluster.base_url + path, json=body | {"stream": True, "timeout": 0.5}) as response:
         content = await response.read()
         assert response.status in (200, 504)
-        assert b'{"error":' in content
+        assert late in content
         described.check(known, response.status, response.headers, content)
-    cluster.router._requests.drain()
-    async with cluster.http.post(cluster.base_url + known[1], json=TEXT) as response:
-        assert response.status == 503
+    cluster.router.models.first.requests.drain()
+    async with cluster.http.post(cluster.base_url + path, json=body) as response:
+        assert response.status == overloaded
         described.check(known, response.status, response.headers, await response.read())
 
 

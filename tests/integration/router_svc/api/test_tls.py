@@ -77,7 +77,7 @@ async def test_http_and_grpc_speak_tls_and_want_a_clients_certificate(
 )
 def test_settings_that_would_protect_nothing_stop_the_start(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SetupError, match=words):
-        client_tls(RouterConfig(model="m", redis_url="redis://", **settings))
+        client_tls(RouterConfig(model=("m",), redis_url="redis://", **settings))
 
 
 async def test_a_certificate_that_changes_is_in_force_for_new_connections(

@@ -91,6 +91,16 @@ async def test_a_request_without_a_context_starts_a_trace_that_its_record_names(
     assert (await traced.cluster.only_trace())["trace_id"] == trace_id
 
 
+async def test_every_endpoint_that_generates_is_traced(traced: Traced) -> None:
+    chat = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50}
+    bodies = {"/v1/chat/completions": chat, "/v1/messages": chat, "/v1/responses": {"model": NAME, "input": "Hi"}}
+    for path, body in bodies.items():
+        status, answer = await traced.cluster.post(path, body)
+        assert status == 200, answer
+    roots = {span.name for span in traced.tracer.spans if span.parent_id is None}
+    assert roots == {f"POST {path}" for path in bodies}
+
+
 async def test_prompts_of_one_request_are_in_one_trace(traced: Traced) -> None:
     await traced.complete(prompt=["one", "two"])
     [(_, paths)] = tree(traced.tracer.spans).items()

@@ -195,7 +195,7 @@ async def test_a_tenant_that_asks_for_usage_all_the_time_does_not_keep_others_ou
 async def test_refused_requests_and_routers_without_keys_have_no_usage(
     locked: ScriptedCluster, small_cluster: ScriptedCluster
 ) -> None:
-    locked.router._requests.drain()
+    locked.router.models.first.requests.drain()
     assert (await locked.post("/v1/completions", BODY, headers=bearer("a1")))[0] == 503
     assert (await small_cluster.complete())[0] == 200
     assert await usage(locked, "root") == []

@@ -26,11 +26,16 @@ def states(record: dict[str, object]) -> list[object]:
     return [(decision["tier"], decision["attempt"]) for decision in decisions]
 
 
-def once_known(cluster: ScriptedCluster, condition: Callable[[dict[str, Any]], bool], fault: Fault) -> Fault:
-    """`fault`, once the request's record meets the condition. Streams of different workers have no order otherwise."""
+def once_known(
+    cluster: ScriptedCluster, condition: Callable[[dict[str, Any]], bool], fault: Fault, *, request_id: str = ""
+) -> Fault:
+    """`fault`, once the request's record meets the condition. Streams of different workers have no order otherwise.
+
+    `request_id` is what its client has named it, if it has.
+    """
 
     async def is_known() -> bool:
-        return condition(await cluster.only_trace())
+        return condition(await (cluster.trace(request_id) if request_id else cluster.only_trace()))
 
     async def wait(context: Context) -> None:
         await eventually(is_known)
@@ -39,9 +44,9 @@ def once_known(cluster: ScriptedCluster, condition: Callable[[dict[str, Any]], b
     return wait
 
 
-def after_first_token(cluster: ScriptedCluster, fault: Fault) -> Fault:
+def after_first_token(cluster: ScriptedCluster, fault: Fault, *, request_id: str = "") -> Fault:
     """`fault`, once the router has the prefill worker's first token."""
-    return once_known(cluster, lambda record: "first_token" in record["phases"], fault)
+    return once_known(cluster, lambda record: "first_token" in record["phases"], fault, request_id=request_id)
 
 
 def both(first: Fault, second: Fault) -> Fault:

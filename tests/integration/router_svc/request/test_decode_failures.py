@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 
 import pytest
 
-from pdserve.base.errors import NoFreeBlocks, TransferTimeout
+from pdserve.base.errors import NoFreeBlocks, StaleEpoch, TransferTimeout
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.registry import Tier
 from pdserve.base.streams import MessageStream
@@ -23,8 +24,10 @@ from tests.integration.router_svc.request.support import (
     after_first_token,
     announce_keep_alives,
 )
-from tests.integration.router_svc.script import Context, failing, hang, leave, vanish
-from tests.support.tiny_model import END
+from tests.integration.router_svc.script import Context, Fault, failing, hang, leave, vanish
+from tests.support.redis import until
+from tests.support.tiny_model import END, NAME
+from tests.support.virtual_time import advance
 
 
 async def test_a_decode_worker_that_omits_tokens_is_replaced_by_one_that_has_them(cluster: ScriptedCluster) -> None:
@@ -54,6 +57,29 @@ async def test_a_decode_worker_lost_after_the_first_token_is_replaced_by_one_tha
     text, _ = await cluster.stream()
     assert text == TEXT
     assert list(cluster.calls.prefills[1].forced_first_tokens) == TOKENS[:1]
+
+
+async def test_a_request_that_lost_its_worker_keeps_its_age(cluster: ScriptedCluster) -> None:
+    async def vanish_later(context: Context) -> None:
+        await asyncio.sleep(0.05)
+        await vanish(context)
+
+    cluster.script.fail("decode", vanish_later)
+    await cluster.stream()
+    first, second = cluster.calls.decode_starts
+    assert second.ref.waited_ms >= first.ref.waited_ms + 50
+
+
+@pytest.mark.parametrize("point", ["decode_started", "decode_token"])
+async def test_an_output_with_log_probabilities_goes_on_at_the_first_attempt(
+    cluster: ScriptedCluster, point: str
+) -> None:
+    """The prefill worker repeats the first token, which it was given, without log-probabilities."""
+    cluster.script.fail(point, after_first_token(cluster, vanish))
+    status, answer = await cluster.complete(logprobs=2)
+    assert status == HTTPStatus.OK
+    assert len(answer["choices"][0]["logprobs"]["token_logprobs"]) == len(TOKENS)
+    assert [retry["reason"] for retry in (await cluster.only_trace())["retries"]] == ["peer_lost"]
 
 
 async def test_a_stream_goes_on_when_its_decode_worker_is_lost(cluster: ScriptedCluster) -> None:
@@ -156,20 +182,36 @@ async def test_a_request_that_arrives_while_no_decode_worker_is_ready_waits_unti
     assert text == TEXT
 
 
-@pytest.mark.parametrize("point", ["decode_ticket", "decode_token"])
+@pytest.mark.parametrize(
+    ("point", "fault"),
+    [
+        ("decode_ticket", vanish),
+        ("decode_token", vanish),
+        # What a worker says that started anew, before the registry knows.
+        ("decode_ticket", failing(StaleEpoch("Worker decode-0 has started anew."))),
+    ],
+)
 async def test_where_no_decode_worker_is_expected_back_a_loss_is_an_error_at_once(
-    redis_server: PrivateRedis, model_dir: Path, point: str
+    redis_server: PrivateRedis, model_dir: Path, point: str, fault: Fault
 ) -> None:
     async with open_cluster(
         redis_server, model_dir, {"prefill-0": "prefill", "decode-0": "decode"}, worker_return_timeout_s=0
     ) as cluster:
-        cluster.script.fail(point, vanish if point == "decode_ticket" else after_first_token(cluster, vanish))
-        status, body = await cluster.complete()
-        assert status == 502
-        assert "decode-0" in body["error"]["message"]
-        status, body = await cluster.complete()
-        assert status == 503
-        assert "No decode worker is ready" in body["error"]["message"]
+
+        async def leaving(context: Context) -> None:
+            cluster.workers["decode-0"].set(ready=False)
+            await until(cluster.router.cluster.directory, lambda: not cluster.router.cluster.ready("decode"))
+            await fault(context)
+
+        lose = vanish if fault is vanish else leaving
+        cluster.script.fail(point, lose if point == "decode_ticket" else after_first_token(cluster, lose))
+        for lost in (True, False):
+            body = {"model": NAME, "prompt": "Say hello", "max_tokens": 50}
+            async with cluster.http.post(f"{cluster.base_url}/v1/completions", json=body) as response:
+                message = (await response.json())["error"]["message"]
+                assert (response.status, "Retry-After" in response.headers) == (503, True)
+            assert "No decode worker is ready" in message
+            assert ("decode-0" in message) == lost
 
 
 async def test_a_decode_worker_that_lives_and_cannot_be_reached_is_given_up(
@@ -186,7 +228,7 @@ async def test_a_decode_worker_that_lives_and_cannot_be_reached_is_given_up(
             await directory.wait_for_change()
         async with asyncio.timeout(20):
             status, body = await cluster.complete()
-        assert status == 502
+        assert status == 503
         assert "decode-0" in body["error"]["message"]
 
 
@@ -239,6 +281,21 @@ async def test_a_request_that_waits_too_long_for_capacity_fails(redis_server: Pr
             assert response.headers["Retry-After"] == "1"
 
 
+@pytest.mark.advanced_time
+async def test_a_stream_waits_for_capacity_from_its_last_loss_on(redis_server: PrivateRedis, model_dir: Path) -> None:
+    """Fails if the time counts from its arrival: a stream that has run for longer would end with its worker."""
+    async with open_cluster(redis_server, model_dir, TWO_OF_EACH, reserve_timeout_s=2.0) as cluster:
+
+        async def outlast(context: Context) -> None:
+            advance(2.1)
+            await vanish(context)
+
+        cluster.script.fail("decode_token", None, after_first_token(cluster, outlast))
+        cluster.script.fail("decode", None, *[failing(NoFreeBlocks("full"))] * 2)
+        text, _ = await cluster.stream()
+        assert text == TEXT
+
+
 async def test_a_decode_worker_that_never_grants_a_ticket_is_replaced(
     redis_server: PrivateRedis, model_dir: Path
 ) -> None:
@@ -247,6 +304,7 @@ async def test_a_decode_worker_that_never_grants_a_ticket_is_replaced(
         text, _ = await cluster.stream()
         assert text == TEXT
         assert len(cluster.calls.decode_starts) == 2
+        assert len(cluster.calls.prefills) == 1, "a decode worker without blocks keeps no prefill worker idle"
 
 
 @pytest.mark.parametrize("point", ["decode", "decode_ticket", "decode_started"])

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import openai
 import pytest
 
 from pdserve.cli.private_redis import PrivateRedis
@@ -19,6 +18,7 @@ from router_svc.request import stream as stream_module
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import ONE_OF_EACH
 from tests.integration.router_svc.script import Context, Fault, hang, vanish
+from tests.support.lazily import openai
 from tests.support.redis import eventually
 from tests.support.tiny_model import NAME
 
@@ -103,7 +103,7 @@ async def test_a_request_is_cancelled_before_its_body_has_arrived(small_cluster:
 
     headers = {"X-Request-Id": ID, "Content-Type": "application/json"}
     request = asyncio.create_task(small_cluster.post("/v1/completions", data=body(), headers=headers))
-    requests = small_cluster.router._requests.open
+    requests = small_cluster.router._open
 
     async def is_open() -> bool:
         return len(requests) == 1

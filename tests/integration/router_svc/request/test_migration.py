@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from pdserve.base.errors import Draining, StaleError
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.wire import tokens_to_wire
 from pdserve.base.workers import WorkerLoad
+from pdserve.cli.private_redis import PrivateRedis
 from pdserve.v1 import decode_pb2
-from tests.integration.router_svc.conftest import ScriptedCluster
+from tests.integration.router_svc.conftest import TWO_OF_EACH, ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import TEXT, TOKENS, after_first_token, both
 from tests.integration.router_svc.script import Context, failing, hang, vanish
 from tests.support.redis import eventually
@@ -83,6 +85,22 @@ async def test_a_request_stays_when_the_worker_that_it_moves_to_is_lost(cluster:
     assert not record["retries"]
 
 
+async def test_a_worker_that_has_no_blocks_for_a_request_in_time_does_not_get_it(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    """The request goes on where it is. Fails if it waits for the other worker's ticket for good."""
+    async with open_cluster(redis_server, model_dir, TWO_OF_EACH, reserve_timeout_s=0.2) as cluster:
+        cluster.script.fail("decode_ticket", None, hang)
+        cluster.script.fail(
+            "decode_token", None, both(after_first_token(cluster, asks_to_leave()), once_moved(cluster)), None
+        )
+        text, _ = await cluster.stream()
+        assert text == TEXT
+        [move] = (await cluster.only_trace())["migrations"]
+        assert move["outcome"] == "failed"
+        assert "no free blocks" in move["error"]
+
+
 async def test_blocks_that_cannot_be_sent_are_computed_again(cluster: ScriptedCluster) -> None:
     cluster.script.fail("decode_hand_off", failing(StaleError("it was preempted")))
     cluster.script.fail("decode_token", None, both(after_first_token(cluster, asks_to_leave()), hang))
@@ -150,6 +168,24 @@ async def test_nothing_moves_from_a_full_worker_to_one_without_room(cluster: Scr
     assert text == TEXT
     assert len(cluster.calls.decode_starts) == 1
     assert not (await cluster.only_trace())["migrations"]
+
+
+async def test_a_request_moves_from_a_full_worker_to_one_with_room(cluster: ScriptedCluster) -> None:
+    """The full one is silent from then on. Fails if its request has to wait there until blocks are free."""
+
+    async def is_full(_: Context) -> None:
+        [source] = [each["worker"] for each in (await cluster.only_trace())["decisions"] if each["tier"] == "decode"]
+        cluster.workers[source].set(load=WorkerLoad(free_blocks=0))
+
+    asks = both(after_first_token(cluster, is_full), both(asks_to_leave("full"), hang))
+    cluster.script.fail("decode_token", None, None, asks)
+    text, _ = await cluster.stream()
+    assert text == TEXT
+    record = await cluster.only_trace()
+    [move] = record["migrations"]
+    assert (move["reason"], move["outcome"], move["is_copied"]) == ("full", "moved", True)
+    assert not record["retries"]
+    assert await cluster.metric("migrations_total", reason="full", outcome="moved") == 1
 
 
 async def test_a_worker_that_gives_a_request_up_at_the_end_of_its_drain_is_not_lost(cluster: ScriptedCluster) -> None:

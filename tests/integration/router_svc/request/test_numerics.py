@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,7 +57,7 @@ async def test_an_answer_that_has_started_goes_on_in_its_class(redis_server: Pri
 async def test_a_worker_of_another_class_that_adds_no_token_leaves_the_class_as_it_is(
     redis_server: PrivateRedis, model_dir: Path
 ) -> None:
-    async with open_cluster(redis_server, model_dir, FOUR_DECODE) as cluster:
+    async with open_cluster(redis_server, model_dir, FOUR_DECODE, worker_return_timeout_s=0) as cluster:
         # decode-3 is not ready when decode-0 is lost: decode-1 gets the request, and is lost before it has sampled.
         await classify(cluster, decode_0="x", decode_1="y", decode_2="y", decode_3="x")
 
@@ -82,10 +84,45 @@ async def test_a_worker_of_another_class_that_adds_no_token_leaves_the_class_as_
         assert decisions == ["decode-0", "decode-1", "decode-3"]
 
 
+async def test_an_answer_waits_for_a_worker_of_its_class_that_is_about_to_return(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    async with open_cluster(redis_server, model_dir, FIVE) as cluster:
+        await classify(cluster, decode_0="x", decode_1="y", decode_2="x")
+        cluster.workers["decode-2"].set(ready=False)
+
+        def has_ready(*names: str) -> Callable[[], Awaitable[bool]]:
+            async def is_so() -> bool:
+                return {worker.worker_id for worker in cluster.router.cluster.ready("decode")} == set(names)
+
+            return is_so
+
+        async def is_waiting() -> bool:
+            return bool((await cluster.only_trace())["retries"]) and await has_ready("decode-1")()
+
+        async def vanish_for_a_time(context: Context) -> None:
+            returning.append(asyncio.ensure_future(come_back()))
+            await vanish(context)
+
+        async def come_back() -> None:
+            await eventually(is_waiting)
+            cluster.workers["decode-2"].set(ready=True)
+
+        await eventually(has_ready("decode-0", "decode-1"))
+        returning: list[asyncio.Future[None]] = []
+        cluster.script.fail("decode_started", after_first_token(cluster, vanish_for_a_time))
+        text, _ = await cluster.stream()
+        await asyncio.gather(*returning)
+        assert text == TEXT
+        record = await cluster.only_trace()
+        assert [each["worker"] for each in record["decisions"] if each["tier"] == "decode"] == ["decode-0", "decode-2"]
+        assert await cluster.metric("numerics_changes_total") == 0
+
+
 async def test_where_only_another_class_is_left_an_answer_goes_on_and_says_so(
     redis_server: PrivateRedis, model_dir: Path
 ) -> None:
-    async with open_cluster(redis_server, model_dir, TWO) as cluster:
+    async with open_cluster(redis_server, model_dir, TWO, worker_return_timeout_s=0) as cluster:
         await classify(cluster, decode_0="avx512", decode_1="avx2")
         cluster.script.fail("decode_started", after_first_token(cluster, vanish))
         text, _ = await cluster.stream()

@@ -70,6 +70,7 @@ async def test_a_prefill_worker_that_is_silent_for_a_lease_is_replaced(cluster: 
     assert text == TEXT
     record = await cluster.only_trace()
     assert [retry["reason"] for retry in record["retries"]] == ["transfer_timeout"]
+    assert record["fallbacks"] == []
     # It still sends heartbeats, so only this request avoids it.
     assert len(cluster.router.cluster.ready("prefill")) == 2
 

@@ -121,7 +121,7 @@ async def test_deaths_that_are_as_many_without_the_request_do_not_end_it(
 ) -> None:
     """Fails when each worker that a request loses to SIGKILL counts, as under a fault each second."""
     async with open_cluster(redis_server, model_dir, workers(1, 9)) as cluster:
-        quarantine = cluster.router._requests.quarantine
+        quarantine = cluster.router.models.first.requests.quarantine
 
         async def vanish_after_another(context: Context) -> None:
             name = WorkerId(f"other-{len(cluster.calls.decode_starts)}")
@@ -151,7 +151,7 @@ async def test_a_request_that_one_router_refuses_is_refused_by_the_others_and_by
     """Fails without `pd:refused`: each router would lose three workers to it."""
 
     async def is_refused_by(router: Router) -> bool:
-        return len(router._requests.quarantine) == 1
+        return len(router.models.first.requests.quarantine) == 1
 
     async with open_cluster(redis_server, model_dir, workers(2, 5)) as first:
         first.script.fail("decode_started", *[failing_by_itself(first, "decode")] * 3)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from router_svc.request import decode_attempt
 from tests.integration.router_svc.conftest import ScriptedCluster
 from tests.integration.router_svc.request.support import (
     TOKENS,
@@ -14,7 +16,7 @@ from tests.integration.router_svc.request.support import (
     once_known,
     states,
 )
-from tests.integration.router_svc.script import vanish
+from tests.integration.router_svc.script import Context, Fault, hang, vanish
 
 
 async def test_a_request_without_faults_has_every_phase_in_order(cluster: ScriptedCluster) -> None:
@@ -45,6 +47,56 @@ async def test_a_request_without_faults_has_every_phase_in_order(cluster: Script
     assert record["reported"]["exposed_s"] == 0.25
     assert record["reported"]["sent_bytes"] == 4096
     assert record["chunks"][0]["computed_tokens"] == 9
+
+
+async def _complete_before(cluster: ScriptedCluster, fault: Fault) -> dict[str, Any]:
+    """The record of a request whose prefill worker meets `fault` once it has committed and the output is complete."""
+    is_complete = asyncio.Event()
+
+    async def late(context: Context) -> None:
+        await is_complete.wait()
+        await fault(context)
+
+    cluster.script.fail("prefill_committed", late)
+    async with cluster.client() as client:
+        async for chunk in await client.completions.create(model="tiny", prompt="Say hello", stream=True):
+            if chunk.choices[0].finish_reason is not None:
+                is_complete.set()
+    record = await cluster.only_trace()
+    assert (record["state"], record["outcome"]["completion_tokens"]) == ("finished", len(TOKENS))
+    return record
+
+
+async def test_an_output_that_is_complete_waits_for_the_report_of_its_transfer(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_attempt, "_REPORT_TIMEOUT_S", 20.0)  # A busy machine may take longer than 0.1 s.
+    record = await _complete_before(cluster, go_on)
+    assert record["reported"]["sent_bytes"] == 4096
+
+
+async def test_first_tokens_that_complete_the_output_after_all_others_do_not_end_the_call(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_attempt, "_REPORT_TIMEOUT_S", 20.0)
+    cluster.script.tokens_per_message = len(TOKENS)
+
+    async def after_decoding(context: Context) -> None:
+        [is_committed] = cluster.calls.commits.values()
+        is_committed.set()
+        await once_known(cluster, lambda record: "first_decode" in record["phases"], go_on)(context)
+
+    cluster.script.fail("prefill_token", after_decoding)
+    await cluster.complete()
+    record = await cluster.only_trace()
+    assert (record["state"], record["outcome"]["completion_tokens"]) == ("finished", len(TOKENS))
+    assert record["reported"]["sent_bytes"] == 4096
+
+
+@pytest.mark.parametrize("fault", [hang, vanish])
+async def test_an_output_that_is_complete_does_without_the_report(cluster: ScriptedCluster, fault: Fault) -> None:
+    record = await _complete_before(cluster, fault)
+    assert "sent_bytes" not in record["reported"]
 
 
 async def _adds_up(cluster: ScriptedCluster, record: dict[str, Any]) -> dict[str, float]:
@@ -89,7 +141,7 @@ async def test_a_prompt_counts_on_arrival_even_if_it_is_refused(cluster: Scripte
     tokens = await cluster.metric("received_prompt_tokens_total")
     assert (received, tokens) == (2, await cluster.metric("prompt_tokens_total"))
     assert await cluster.metric("received_uncached_tokens_total") == tokens
-    cluster.router._requests.drain()
+    cluster.router.models.first.requests.drain()
     status, _ = await cluster.complete()
     assert status == 503
     assert await cluster.metric("requests_received_total") == 3

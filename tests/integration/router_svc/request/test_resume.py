@@ -62,12 +62,18 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
         "/v1/completions",
         {"prompt": "Say hello", "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Hi"}], "tools": [{"type": "function", "function": {"name": "f"}}]},
+    ),
+    ("/v1/completions", {"prompt": "Say hello", "return_token_ids": True, "echo": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "n": 2, "return_token_ids": True}),
 ]
 
 
 #: Each takes a third of a second of processor time. `make test` runs those that find the most.
-full = pytest.mark.skipif(not IS_FULL, reason="one of many cases; PDSERVE_TEST_DEPTH=full runs it")
-_QUICK = ((4, 9), (2, 1))
+full = pytest.mark.skipif(not IS_FULL, reason="one of many cases: `make test-all ARGS=full-depth` runs it")
+_QUICK = ((4, 9), (2, 1), (7, 9), (8, 1))
 
 
 @pytest.mark.parametrize(
@@ -100,6 +106,21 @@ async def test_the_joined_stream_is_that_of_an_undisturbed_run(
         assert events_of(rest) == events[index + 1 :]
     assert await resume(routers.second, "a-stream", events[-1][0]) == (200, b"")
     assert len(routers.first.calls.decode_starts) == starts
+
+
+async def test_a_message_of_anthropics_form_goes_on_in_it(routers: Pair) -> None:
+    body = {"model": NAME, "max_tokens": 40, "stream": True, "messages": [{"role": "user", "content": "Hi"}]}
+    undisturbed = await post(routers.first, "/v1/messages", body)
+    start = await cut(routers, "/v1/messages", body, 9, **{"X-Request-Id": "a-stream"})
+    last = start_of(start)[-1][0]
+    status, rest = await resume(routers.second, "msg_a-stream", last)
+    assert status == 200, rest
+    _, all_of_it = await resume(routers.second, "a-stream")
+    assert all_of_it.endswith(b"\n\n" + rest)
+    assert b"id: %b\n" % last.encode() in all_of_it.removesuffix(rest).split(b"\n\n")[-2] + b"\n"
+    own = rb'id: [^\n]+\n|"id":"[^"]+"'
+    assert re.sub(own, b"", all_of_it) == re.sub(own, b"", undisturbed)
+    assert undisturbed.count(b"content_block_delta") > 20
 
 
 async def test_events_are_tokens_however_workers_send_them(routers: Pair) -> None:
@@ -163,7 +184,9 @@ async def test_the_router_that_ran_it_stops_when_the_stream_is_resumed_elsewhere
 async def test_a_grpc_stream_goes_on_behind_its_last_position(routers: Pair) -> None:
     """With the same tokens, texts and usage; in its own API alone."""
     sampling = pb.ClientSampling(max_tokens=40, logprobs=1, n=2, seed=3)
-    request = pb.GenerateRequest(model=NAME, text="Say hello", sampling=sampling, request_id="by-grpc")
+    request = pb.GenerateRequest(
+        model=NAME, text="Say hello", sampling=sampling, request_id="by-grpc", return_token_ids=True
+    )
     routers.first.script.pace = pace = asyncio.Semaphore(0)
     got: list[pb.GenerateResponse] = []
     async with routers.first.channel() as channel:
@@ -186,7 +209,9 @@ async def test_a_grpc_stream_goes_on_behind_its_last_position(routers: Pair) -> 
         undisturbed = [message async for message in stub.Generate(request)]
         assert shown([*got, *rest]) == shown(undisturbed)
         assert await resumed("gen-by-grpc", undisturbed[-1].position) == []
-        assert shown(await resumed("by-grpc", "")) == shown(undisturbed)
+        again = await resumed("by-grpc", "")
+        assert shown(again) == shown(undisturbed)
+        assert [len(each.prompt_token_ids) for each in (again[0], *rest)] == [9, *([0] * len(rest))]
         for request_id, position, code in (
             ("never-was", "", grpc.StatusCode.NOT_FOUND),
             ("by-grpc", "00000000-1x2", grpc.StatusCode.NOT_FOUND),
@@ -255,6 +280,28 @@ async def test_without_redis_the_stream_goes_on(routers: Pair, redis_server: Pri
             pace.release()
         data += await response.read()
     assert normal(data) == normal(undisturbed)
+
+
+async def test_events_have_no_ids_until_redis_has_the_stream(routers: Pair, redis_server: PrivateRedis) -> None:
+    """A client whose last event has none must not rely on its stream when the router is lost."""
+    body = {"model": NAME, "max_tokens": 40, "stream": True, "prompt": "Say hello"}
+    undisturbed = await post(routers.first, "/v1/completions", body)
+    routers.first.script.pace = pace = asyncio.Semaphore(3)
+    await redis_server.stop()
+    headers = {"X-Request-Id": "late"}
+    url = f"{routers.first.base_url}/v1/completions"
+    async with routers.first.http.post(url, json=body, headers=headers) as response:
+        data = await response.content.readany()
+        assert b"data: " in data
+        assert b"\nid: " not in b"\n" + data
+        await redis_server.start()
+        async with Store(routers.first.router.config.redis_url) as store:
+            await eventually(lambda: exists(store, "stream:*:late"))
+        for _ in range(50):
+            pace.release()
+        data += await response.read()
+    assert normal(data) == normal(undisturbed)
+    assert b"\nid: " in data
 
 
 @full

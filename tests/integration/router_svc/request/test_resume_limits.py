@@ -76,7 +76,7 @@ async def limited(pair: Pair) -> tuple[object, object]:
     return used, await store.call("ZCARD", store.key("leases:c"))
 
 
-full = pytest.mark.skipif(not IS_FULL, reason="one of many cases; PDSERVE_TEST_DEPTH=full runs it")
+full = pytest.mark.skipif(not IS_FULL, reason="one of many cases: `make test-all ARGS=full-depth` runs it")
 
 
 @pytest.mark.parametrize(

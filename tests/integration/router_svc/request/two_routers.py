@@ -23,7 +23,7 @@ from tests.support.redis import eventually
 from tests.support.tiny_model import END, tokens_of
 
 TEXT = "Hëllo world, this is it."
-EVENT = re.compile(rb"(?:id: (?P<id>[^\n]+)\n)?data: (?P<data>[^\n]+)\n\n")
+EVENT = re.compile(rb"(?:id: (?P<id>[^\n]+)\n)?(?:event: [^\n]+\n)?data: (?P<data>[^\n]+)\n\n")
 
 
 @dataclass
@@ -57,7 +57,8 @@ async def two_routers(redis: PrivateRedis, model_dir: Path, **settings: Any) -> 
         config = first.router.config
         health = Health()
         store = await stack.enter_async_context(Store(config.redis_url, on_change=health.watch("redis")))
-        router = Router(config, ServedModel.load(config.model_dir, config.model_name), store, health)
+        models = [ServedModel.load(directory, name) for name, directory in config.models.items()]
+        router = Router(config, models, store, health)
         addresses = await stack.enter_async_context(router.serving())
         url = f"http://{addresses.http}"
         second = replace(first, base_url=url, admin_url=url, grpc_address=addresses.grpc, router=router)
@@ -68,8 +69,8 @@ async def two_routers(redis: PrivateRedis, model_dir: Path, **settings: Any) -> 
 
 
 def events_of(data: bytes) -> list[tuple[str, bytes]]:
-    """Id and data of each event, and nothing between them."""
-    found = [(match["id"].decode(), match["data"]) for match in EVENT.finditer(data)]
+    """Id and data of each event, and nothing between them. The first ones may have no id."""
+    found = start_of(data)
     assert EVENT.sub(b"", data) == b""
     return found
 
@@ -90,7 +91,10 @@ async def resume(router: ScriptedCluster, name: str, last: str = "", **headers: 
 async def cut(
     pair: Pair, path: str, body: dict[str, Any], num_events: int, *, is_lost: bool = True, **headers: str
 ) -> bytes:
-    """The start of a response, all of it in Redis. Its router is lost then, or its client leaves."""
+    """The start of a response, all of it in Redis, and at least up to an event with an id.
+
+    Its router is lost then, or its client leaves.
+    """
     pair.first.script.pace = pace = asyncio.Semaphore(0)
     before = await pair.kept()
 
@@ -101,7 +105,7 @@ async def cut(
         async with pair.first.http.post(pair.first.base_url + path, json=body, headers=headers) as response:
             assert response.status == 200, await response.text()
             got = b""
-            while len(start_of(got)) < num_events:
+            while not any(name for name, _ in start_of(got)[num_events - 1 :]):
                 pace.release()
                 with_more = asyncio.create_task(response.content.readany())
                 done, _ = await asyncio.wait([with_more], timeout=0.02)
@@ -114,11 +118,18 @@ async def cut(
     finally:
         pair.first.script.pace = None
     await pair.first.calls.until(lambda: pair.first.calls.num_open == 0)
-    return b"".join(b"id: %b\ndata: %b\n\n" % (name.encode(), data) for name, data in start_of(got)[:num_events])
+    events = start_of(got)
+    end = next(index for index, (name, _) in enumerate(events, 1) if name and index >= num_events)
+    return b"".join(_event(name, data) for name, data in events[:end])
+
+
+def _event(name: str, data: bytes) -> bytes:
+    """An event as it was received: the first ones have no id while their request is not in Redis yet."""
+    return (b"id: %b\n" % name.encode() if name else b"") + b"data: %b\n\n" % data
 
 
 def start_of(data: bytes) -> list[tuple[str, bytes]]:
-    return [(match["id"].decode(), match["data"]) for match in EVENT.finditer(data)]
+    return [((match["id"] or b"").decode(), match["data"]) for match in EVENT.finditer(data)]
 
 
 def normal(data: bytes) -> list[bytes]:

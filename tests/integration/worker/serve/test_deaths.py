@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from pdserve.base.deaths import note_death, requests_of_death
-from pdserve.base.errors import PeerLost
+from pdserve.base.errors import PeerLost, StoreError
 from pdserve.base.ids import Epoch, RequestId, WorkerId
-from pdserve.base.store import Store
+from pdserve.base.store import Argument, Reply, Store
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.worker.serve.process import _noting_death
 from pdserve.worker.serve.worker import Worker
@@ -57,6 +58,29 @@ async def test_without_redis_it_is_unknown_how_a_worker_died() -> None:
     async with Store("redis://127.0.0.1:1/0") as store:
         await note_death(store, W, EPOCH, REQUESTS)
         assert await requests_of_death(store, W, EPOCH) is None
+
+
+class LateStore(Store):
+    """The answers to its PING and to two commands come too late."""
+
+    late = 3
+
+    async def pipeline(self, commands: Sequence[Sequence[Argument]], *, block_s: float = 0.0) -> list[Reply]:
+        replies = await super().pipeline(commands, block_s=block_s)
+        if self.late:
+            self.late -= 1
+            raise StoreError("no answer within 0.5 s")
+        return replies
+
+
+async def test_a_busy_redis_hides_no_death(redis_server: PrivateRedis) -> None:
+    """Without further tries, the death counted as one from outside, and the request ended a fourth worker."""
+    async with LateStore(redis_server.url) as store:
+        await note_death(store, W, EPOCH, REQUESTS)
+    async with Store(redis_server.url) as store:
+        assert await requests_of_death(store, W, EPOCH) == REQUESTS
+    async with LateStore(redis_server.url) as store:
+        assert await requests_of_death(store, W, EPOCH) == REQUESTS
 
 
 async def test_a_note_that_no_worker_wrote_names_no_request(redis_server: PrivateRedis) -> None:

@@ -16,11 +16,12 @@ from router_svc.records.request_state import RequestProgress, RequestState, Stat
 LEGAL = {
     (RequestState(source), RequestState(target))
     for source, targets in {
-        "queued": "reserved prefilling finished retrying failed cancelled",
+        "queued": "scoring reserved prefilling finished retrying failed cancelled",
+        "scoring": "reserved prefilling finished retrying failed cancelled",
         "reserved": "prefilling decoding retrying failed cancelled",
         "prefilling": "decoding finished retrying failed cancelled",
         "decoding": "finished retrying failed cancelled",
-        "retrying": "queued reserved prefilling failed cancelled",
+        "retrying": "queued scoring reserved prefilling failed cancelled",
     }.items()
     for target in targets.split()
 }

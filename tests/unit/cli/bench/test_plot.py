@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.axes
 import pytest
 
 from pdserve.base.errors import SetupError
@@ -32,6 +31,8 @@ FAILED = summarize(
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[float], list[float]]]:
     """Lines of the picture: label, rates, milliseconds."""
+    import matplotlib.axes  # Takes most of a second, in each process that collects this file.
+
     plotted = []
     usual = matplotlib.axes.Axes.plot
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -123,6 +125,32 @@ async def test_a_router_that_does_not_know_the_stream_yet_is_tried_again() -> No
     assert (outcome.status, outcome.answer.choices[0].text) == (COMPLETE, "ab")
 
 
+def without_ids(*pieces: bytes) -> list[bytes]:
+    return [re.sub(rb"^id: .*\n", b"", piece) for piece in pieces]
+
+
+async def test_a_stream_without_an_id_is_sent_again_where_no_router_knows_it() -> None:
+    async def second(request: web.Request) -> web.StreamResponse:
+        if request.method == "GET":
+            return web.Response(status=404)
+        return await streaming(sse(1, "a"), sse(2, "b", "stop"), DONE)(request)
+
+    async with routers(streaming(*without_ids(sse(1, "a")), cut=True), second) as (urls, seen):
+        outcome = await ask(urls, sending(stream=True), [0, 1])
+    assert (outcome.status, outcome.answer.choices[0].text) == (COMPLETE, "ab")
+    assert (outcome.num_resumed, outcome.num_repeated) == (0, 1)
+    assert [request.method for request in seen] == ["POST", "GET", "POST"]
+
+
+async def test_a_stream_without_an_id_comes_again_from_its_start() -> None:
+    first = streaming(*without_ids(sse(1, "a")), cut=True)
+    second = streaming(sse(1, "a"), sse(2, "b", "stop"), DONE)
+    async with routers(first, second) as (urls, seen):
+        outcome = await ask(urls, sending(stream=True), [0, 1])
+    assert (outcome.status, outcome.answer.choices[0].text) == (COMPLETE, "ab")
+    assert "Last-Event-ID" not in seen[1].headers
+
+
 async def test_refusals_errors_and_early_ends_are_failures() -> None:
     async def refused(_: web.Request) -> web.StreamResponse:
         return web.json_response({"error": {"message": "no worker"}}, status=503)
@@ -150,6 +178,42 @@ async def test_a_request_without_an_end_is_a_failure() -> None:
         outcome = await ask(urls, sending(stream=True), [0], timeout_s=0.05)
         forever.set()
     assert (outcome.status, outcome.error) == (FAILED, "not answered within 0.05 s")
+
+
+async def test_a_stream_has_no_router_from_the_kill_to_the_answer_of_another_one() -> None:
+    """Neither while its client reads nothing and notices nothing, nor while it looks for another one."""
+    reads_on, answers = asyncio.Event(), asyncio.Event()
+
+    async def first(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(sse(1, "a"))
+        await reads_on.wait()
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async def second(request: web.Request) -> web.StreamResponse:
+        resuming.set()
+        await answers.wait()
+        return await streaming(sse(2, "b", "stop"), DONE)(request)
+
+    resuming = asyncio.Event()
+    order = iter([0, 1])
+    async with routers(first, second) as (urls, _), open_http() as http:
+        clients = Clients(http, model="m", urls=urls, choose=lambda _: next(order), prefix="c", timeout_s=30)
+        asking = asyncio.create_task(clients.ask(sending(stream=True)))
+        while not clients.running or not clients.running[0].outcome.token_times:  # noqa: ASYNC110 (there is no event)
+            await asyncio.sleep(0)
+        [reader] = clients.running
+        before, now = time.monotonic() - 60, time.monotonic()
+        assert [reader.has_router(killed) for killed in ({}, {0: before}, {1: now}, {0: now})] == [True] * 3 + [False]
+        reads_on.set()
+        await resuming.wait()
+        assert not reader.has_router({})
+        answers.set()
+        assert (await asking).status == COMPLETE
+        assert reader.has_router({0: now})
 
 
 async def test_a_client_that_leaves_keeps_what_it_got() -> None:

@@ -18,9 +18,11 @@ def targets(*not_ready: str) -> list[Target]:
     return [Target(name=name, tier=name.partition("-")[0], is_ready=name not in not_ready) for name in NAMES]
 
 
-def hit(kind: str, *not_ready: str, choice: float = 0.0, since_redis_s: float = 1e9) -> list[str]:
+def hit(
+    kind: str, *not_ready: str, choice: float = 0.0, since_redis_s: float = 1e9, streams_have_routers: bool = True
+) -> list[str]:
     fault = Fault(at_s=0, kind=kind, choice=choice)
-    return victims(fault, targets(*not_ready), since_redis_s=since_redis_s)
+    return victims(fault, targets(*not_ready), since_redis_s=since_redis_s, streams_have_routers=streams_have_routers)
 
 
 def test_a_seed_repeats_the_plan_and_the_requests() -> None:
@@ -40,6 +42,14 @@ def test_a_third_of_the_plan_are_kills_and_gaps_have_the_mean_that_was_set() -> 
     assert faults[-1].at_s / 4000 == pytest.approx(0.5, rel=0.1)
 
 
+def test_a_kill_is_replaced_by_other_kills_and_by_no_pair() -> None:
+    for fault in islice(plan(0, interval_s=1, kinds=tuple(KINDS)), 200):
+        kinds = [each.kind for each in fault.instead]
+        assert {each.is_kill for each in fault.instead} == {fault.is_kill}
+        assert len(set(kinds)) == len(kinds) >= 3
+        assert not {fault.kind, "kill-pair"} & set(kinds)
+
+
 @pytest.mark.parametrize(("kind", "tier"), [("kill-decode", "decode"), ("kill-prefill", "prefill")])
 def test_the_last_ready_worker_of_a_tier_is_not_killed(kind: str, tier: str) -> None:
     assert [hit(kind, choice=choice) for choice in (0.0, 0.99)] == [[f"{tier}-0"], [f"{tier}-1"]]
@@ -50,12 +60,18 @@ def test_a_pair_is_killed_even_if_it_is_the_last_one() -> None:
     assert hit("kill-pair", "decode-0", "prefill-1") == ["prefill-0", "decode-1"]
 
 
-def test_no_router_is_killed_soon_after_redis_lost_its_data_and_redis_only_while_all_routers_run() -> None:
+def test_no_router_is_killed_soon_after_redis_lost_its_data() -> None:
     assert hit("kill-router") == ["router-0"]
     assert hit("kill-router", since_redis_s=AFTER_REDIS_S) == []
     assert hit("kill-router", "router-1") == []
-    assert hit("kill-redis") == ["redis"]
-    assert hit("kill-redis", "router-1") == []
+
+
+@pytest.mark.parametrize("kind", ["kill-redis", "flush-redis"])
+def test_redis_loses_its_data_only_while_all_routers_run_and_every_stream_has_one(kind: str) -> None:
+    assert hit(kind) == ["redis"]
+    assert hit(kind, "router-1") == []
+    assert hit(kind, "redis") == []
+    assert hit(kind, streams_have_routers=False) == []
 
 
 def test_a_stopped_process_is_not_hit_again() -> None:

@@ -58,7 +58,24 @@ def test_each_reader_has_a_directory_of_its_own(tmp_path: Path) -> None:
         "peers": ["cluster-secret", "peer-ca.pem", "peer-key.pem", "peer.pem"],
         "redis": ["redis-password"],
         "router": ["api-keys.toml", "smoke-test-key"],
+        "state": ["state-password"],
     }
+
+
+def test_directories_of_an_earlier_version_get_what_they_lack_and_keep_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if an update makes new secrets, or none: services that run would refuse each other, or not start."""
+    assert main(["secrets", "--to", str(tmp_path), "--by-reader"]) == 0
+    (tmp_path / "state" / "state-password").unlink()
+    before = {path.name: contents(path) for path in tmp_path.iterdir()}
+    capsys.readouterr()
+    assert main(["secrets", "--to", str(tmp_path), "--by-reader"]) == 0
+    after = {path.name: contents(path) for path in tmp_path.iterdir()}
+    assert len(after["state"].pop("state-password")) > 40
+    assert after == before
+    out, err = capsys.readouterr()
+    assert (out, "state-password" in err) == ("", True)
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])

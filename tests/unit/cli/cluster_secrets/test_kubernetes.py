@@ -111,7 +111,7 @@ def test_a_secret_that_another_made_at_the_same_time_is_said(
 
     def answer_late(method: str, path: str, body: Any) -> tuple[int, dict[str, Any]]:
         if method == "POST":
-            kubernetes.secrets["pdserve-secrets"] = dict.fromkeys(body["data"], "b3RoZXI=")
+            kubernetes.secrets[body["metadata"]["name"]] = dict.fromkeys(body["data"], "b3RoZXI=")
         return answer(method, path, body)
 
     monkeypatch.setattr(kubernetes, "answer", answer_late)
@@ -171,15 +171,42 @@ def test_the_command_shows_the_first_key_once_and_puts_it_nowhere(
     arguments = ["--kubernetes-secret", "pdserve-secrets", "--service-account", str(account)]
     assert main(arguments) == 0
     key = capsys.readouterr().out.split()[-1]
-    stored = dict(kubernetes.secrets["pdserve-secrets"])
+    stored = {name: dict(data) for name, data in kubernetes.secrets.items()}
     assert main(arguments) == 0
     assert capsys.readouterr().out == ""
-    assert kubernetes.secrets == {"pdserve-secrets": stored}
-    values = {name: base64.b64decode(value) for name, value in stored.items()}
+    assert kubernetes.secrets == stored
+    assert stored.keys() == {"pdserve-secrets", "pdserve-secrets-state"}
+    assert stored["pdserve-secrets-state"].keys() == {"state-password"}
+    values = {name: base64.b64decode(value) for data in stored.values() for name, value in data.items()}
+    assert "state-password" not in stored["pdserve-secrets"]
     assert values.keys() == {name for group in new_secrets(datetime.now(UTC)) for name in group.files}
     assert not any(key.encode() in value for value in values.values())
     (account / "api-keys.toml").write_bytes(values["api-keys.toml"])
     assert Access(path=account / "api-keys.toml").client([key], "").is_admin
+
+
+def test_a_cluster_of_an_earlier_version_gets_the_secret_that_it_lacks_and_keeps_its_own(
+    server: ApiServer, kubernetes: FakeKubernetes, account: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if the Secret that is there has to have the password: the Job would fail, and routers wait for good."""
+    arguments = ["--kubernetes-secret", "pdserve-secrets", "--service-account", str(account)]
+    assert main(arguments) == 0
+    earlier = dict(kubernetes.secrets["pdserve-secrets"])
+    del kubernetes.secrets["pdserve-secrets-state"]
+    capsys.readouterr()
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == ""
+    assert kubernetes.secrets.keys() == {"pdserve-secrets", "pdserve-secrets-state"}
+    assert kubernetes.secrets["pdserve-secrets"] == earlier
+
+
+def test_a_secret_that_lacks_keys_keeps_no_pod_from_another_one(
+    server: ApiServer, kubernetes: FakeKubernetes, account: Path
+) -> None:
+    kubernetes.secrets["pdserve-secrets"] = {"cluster-secret": "b3RoZXI="}
+    with pytest.raises(SetupError, match="Secret pdserve-secrets in the namespace ns exists, but has no api-keys"):
+        main(["--kubernetes-secret", "pdserve-secrets", "--service-account", str(account)])
+    assert "pdserve-secrets-state" in kubernetes.secrets
 
 
 @pytest.mark.parametrize("arguments", [[], ["--to", "x", "--kubernetes-secret", "y"]])

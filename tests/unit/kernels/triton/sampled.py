@@ -39,6 +39,11 @@ def sample_rows(rows: Items[SampleRow], logits_rows: Items[int], capacity: int =
         lens[slot] = len(listed)
     biases = [dict(row.params.logit_bias) for row in rows]
     params = [row.params for row in rows]
+    listed_ids = [each.logprob_token_ids for each in params]
+    width = max(map(len, listed_ids), default=0)
+    allowed = [row.allowed() for row in rows]
+    masked = np.array([bits is not None for bits in allowed], bool)
+    words = [bits.view(np.int32) for bits in allowed if bits is not None]
     return SampleRows(
         logits_index=tensor(logits_rows),
         seed=tensor([each.seed for each in params]),
@@ -52,6 +57,7 @@ def sample_rows(rows: Items[SampleRow], logits_rows: Items[int], capacity: int =
         presence_penalty=tensor([each.presence_penalty for each in params], torch.float64),
         frequency_penalty=tensor([each.frequency_penalty for each in params], torch.float64),
         num_logprobs=tensor([-1 if each.logprobs is None else each.logprobs for each in params], torch.int32),
+        listed_ids=tensor([[*ids, *[-1] * (width - len(ids))] for ids in listed_ids]).view(len(rows), width),
         history_slot=tensor(slots),
         history=TokenHistory(ids=ids.to(DEVICE), counts=counts.to(DEVICE), lens=lens.to(DEVICE)),
         bias_starts=tensor(np.cumsum([0, *map(len, biases)]).tolist()),
@@ -59,6 +65,8 @@ def sample_rows(rows: Items[SampleRow], logits_rows: Items[int], capacity: int =
         bias_values=tensor([value for bias in biases for value in bias.values()], torch.float32),
         banned_starts=tensor(np.cumsum([0, *(len(row.banned) for row in rows)]).tolist()),
         banned_ids=tensor([token for row in rows for token in row.banned]),
+        allowed_slot=tensor(np.where(masked, np.cumsum(masked) - 1, -1).tolist()),
+        allowed_words=torch.from_numpy(np.stack(words)).to(DEVICE) if words else torch.zeros(0, 0, dtype=torch.int32),
     )
 
 

@@ -16,6 +16,7 @@ from pdserve.base.sampling import SamplingParams
 from pdserve.engine.logits import edited_logits
 from pdserve.engine.sequence import SampleRow
 from tests.unit.engine.fakes import row
+from tests.unit.engine.random_grammar import RandomGrammar, with_grammar
 from tests.unit.kernels.triton.sampled import sample_rows
 
 pytestmark = needs_triton
@@ -55,6 +56,20 @@ def test_edited_logits_have_the_bits_of_the_reference() -> None:
     assert is_edited.tolist() == [0, 1, 1, 1, 1, 1, 1, 1]
     for index in range(1, len(rows)):
         expected = edited_logits(logits[index].numpy(), rows[index])
+        assert edited[index].tolist() == expected.tolist(), f"row {index}"
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
+def test_logits_of_tokens_that_a_grammar_does_not_allow_are_minus_infinity(share: float) -> None:
+    rows = [
+        with_grammar(each, RandomGrammar(index, VOCAB, share)) if index % 2 == 0 else each
+        for index, each in enumerate(rows_of(2))
+    ]
+    logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(2)) * 4
+    edited, is_edited = edit_logits(logits.to(DEVICE), sample_rows(rows, list(range(len(rows)))))
+    assert is_edited.tolist() == [1] * len(rows)
+    for index, each in enumerate(rows):
+        expected = edited_logits(logits[index].numpy(), each)
         assert edited[index].tolist() == expected.tolist(), f"row {index}"
 
 

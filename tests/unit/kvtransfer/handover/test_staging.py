@@ -241,6 +241,28 @@ async def test_bundles_arrive_although_the_last_one_is_shorter(
         assert stages.are_empty
 
 
+@pytest.mark.parametrize(("bundle_blocks", "layer_groups", "num_messages"), [(8, 1, 1), (4, 1, 2), (4, 2, 4)])
+async def test_a_transfer_takes_a_message_for_each_bundle_and_layer_group(
+    bundle_blocks: int, layer_groups: int, num_messages: int
+) -> None:
+    """Not one for each block, layer or token."""
+    stages = Stages(16, 16, bundle_blocks=bundle_blocks)
+    async with worker_pair(stage=stages, layer_groups=layer_groups) as pair:
+        post_send, sizes = pair.sending.post_send, list[int]()
+
+        def counting(peer: Peer, tag: int, buffer: Buffer) -> Operation:
+            sizes.append(len(buffer))
+            return post_send(peer, tag, buffer)
+
+        pair.sending.post_send = counting  # type: ignore[method-assign]
+        ticket = await pair.grant([*range(8)])
+        async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+            await push_all(transfer, *range(8))
+            await transfer.finish([5], pair.receiver.commit)
+        assert len(sizes) == num_messages
+        assert sum(sizes) == 8 * LAYOUT.block_bytes
+
+
 async def test_a_wrong_byte_in_a_bundle_is_found() -> None:
     stages = Stages(16, 16, bundle_blocks=4)
     async with worker_pair(stage=stages) as pair:

@@ -40,6 +40,17 @@ def test_ids_count_tokens_and_join_choices_that_are_alike() -> None:
     assert text_of(EventIds(NAME, 1).after(delta(0, 5))) == f"{NAME}-5"
 
 
+def test_events_have_ids_once_the_stream_can_be_resumed_and_from_then_on() -> None:
+    can_be_resumed = False
+    ids = EventIds(NAME, 1, can_be_resumed=lambda: can_be_resumed)
+    assert (ids.opening(0), ids.after(delta(0))) == ("", "")
+    can_be_resumed = True
+    assert ids.after(delta(0)) == f"{NAME}-2"
+    # Else the client would get again what came without an id.
+    can_be_resumed = False
+    assert (ids.after(delta(0)), ids.done()) == (f"{NAME}-3", f"{NAME}-d")
+
+
 @st.composite
 def outputs(draw: st.DrawFn) -> tuple[int, list[ChoiceDelta]]:
     """Choices of different lengths whose tokens take turns in any order, each with one end, with or without a token."""

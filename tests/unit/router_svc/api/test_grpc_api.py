@@ -44,7 +44,7 @@ async def served(port: GrpcPort, handler: Handler) -> AsyncIterator[str]:
 
 @pytest.fixture
 def config(model_dir: Path) -> RouterConfig:
-    return RouterConfig(model=str(model_dir), redis_url="", port=0, max_body=100_000, max_num_queued_reqs=1)
+    return RouterConfig(model=(str(model_dir),), redis_url="", port=0, max_body=100_000, max_num_queued_reqs=1)
 
 
 async def test_a_message_larger_than_a_body_may_be_reaches_no_handler(config: RouterConfig) -> None:

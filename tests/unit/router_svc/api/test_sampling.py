@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.base.errors import SetupError
+from pdserve.base.errors import SetupError, TooLarge
 from pdserve.base.sampling import SamplingParams
 from pdserve.base.wire import sampling_to_wire
 from router_svc.api.body import SamplingFields
 from router_svc.api.generations import COMPLETIONS, GenerationFactory
 from router_svc.api.ids import Ids
 from router_svc.api.parse import validate
-from router_svc.api.sampling import MAX_LOGPROB_ENTRIES, EndpointFields
+from router_svc.api.sampling import MAX_LOGPROB_ENTRIES, MAX_PROMPT_LOGPROB_ENTRIES, EndpointFields
 from router_svc.api.served_model import SamplingDefaults, ServedModel
 
 
@@ -41,6 +41,18 @@ async def test_without_max_tokens_log_probabilities_get_as_many_tokens_as_their_
         own = EndpointFields(max_tokens=None, default_max_tokens=None, logprobs=logprobs)
         [generation] = await factory.make(fields, own, [[1, 2, 3]])
         assert generation.sampling.max_tokens == max_tokens
+
+
+async def test_the_scores_of_a_request_are_bounded(model: ServedModel) -> None:
+    """vLLM's `prompt_logprobs` took all memory. Fails without `require_few_scores`."""
+    factory = GenerationFactory(model=model, max_model_len=8000, ids=Ids.make("cmpl-", None), endpoint=COMPLETIONS)
+    fields = validate(SamplingFields, {"n": 2, "logprob_token_ids": [1, 2]})
+    own = EndpointFields(max_tokens=0, default_max_tokens=None, logprobs=0, prompt_logprobs=5)
+    length = MAX_PROMPT_LOGPROB_ENTRIES // (2 * (5 + 2 + 1))
+    generations = await factory.make(fields, own, [[1] * (length - 7), [2] * 7])
+    assert {(each.prompt_logprobs, each.sampling.max_tokens) for each in generations} == {(5, 0)}
+    with pytest.raises(TooLarge, match="65536 log-probabilities"):
+        await factory.make(fields, own, [[1] * (length - 7), [2] * 8])
 
 
 @pytest.mark.parametrize("top_k", [2**31, 3_000_000_000, 2**32 - 1])

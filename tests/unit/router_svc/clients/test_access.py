@@ -102,10 +102,10 @@ def test_a_key_ends_at_its_expiry_and_opens_its_models_only(tmp_path: Path) -> N
     now = 1_900_000_000.0
     path = write(tmp_path / "keys.json", SEARCH | {"expires": "2030-03-17T17:46:41Z", "models": ["other"]})
     with pytest.raises(Unauthorized, match="expired"):
-        Access(path=path, clock=lambda: now + 1, model_name="other").client(["search-key"], "")
-    assert Access(path=path, clock=lambda: now, model_name="other").client(["search-key"], "").id == "search"
+        Access(path=path, clock=lambda: now + 1, models=["other"]).client(["search-key"], "")
+    assert Access(path=path, clock=lambda: now, models=["other"]).client(["search-key"], "").id == "search"
     with pytest.raises(Forbidden, match="may not use the model `m`"):
-        Access(path=path, clock=lambda: now, model_name="m").client(["search-key"], "")
+        Access(path=path, clock=lambda: now, models=["m"]).client(["search-key"], "")
 
 
 def test_a_changed_file_is_in_force_and_a_broken_one_is_not(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.base.errors import Overloaded
+from router_svc.generation import BATCH_PRIORITY
 from router_svc.request.admission import PASSING_S, AdmissionQueue, DrainRate, Entrant
 from router_svc.request.client import ANONYMOUS, Client
 from router_svc.request.fair_order import QueueSlot
@@ -55,6 +56,28 @@ def test_narrow_requests_pass_a_wide_one_but_not_for_long() -> None:
     assert waiting.leave(first, 10.0) == []
     assert waiting.leave(second, 11.0) == [wide]
     assert waiting.leave(wide, 12.0) == [late]
+
+
+def test_best_effort_requests_take_no_capacity_from_others_and_only_what_they_leave() -> None:
+    waiting = queue(capacity=2)
+    batch = [offer(waiting, priority=BATCH_PRIORITY) for _ in range(3)]
+    assert [slot.admitted_at is not None for slot in batch] == [True, True, False]
+    others = [offer(waiting) for _ in range(3)]
+    assert [slot.admitted_at is not None for slot in others] == [True, True, False]
+    assert waiting.leave(batch[0], 1.0) == []
+    assert waiting.leave(others[0], 1.0) == [others[2]]
+    assert waiting.leave(others[1], 2.0) == []
+    assert waiting.leave(others[2], 3.0) == [batch[2]]
+
+
+def test_a_wide_best_effort_request_that_waits_long_holds_up_no_other() -> None:
+    waiting = queue(capacity=4)
+    first = offer(waiting)
+    wide = offer(waiting, 4, priority=BATCH_PRIORITY)
+    assert offer(waiting, now=PASSING_S + 1).admitted_at is not None
+    assert wide.blocked_at is not None
+    late = offer(waiting, now=2 * PASSING_S + 2, priority=BATCH_PRIORITY)
+    assert (first.admitted_at, late.admitted_at) == (0.0, None)
 
 
 def test_a_request_wider_than_the_cluster_runs_alone() -> None:

@@ -95,8 +95,8 @@ def cluster_with(worker_seconds: float) -> SimpleNamespace:
     async def requests_of_death(worker_id: object, epoch: object) -> None:
         return None
 
-    directory = SimpleNamespace(mark_lost=lambda worker_id, epoch: None, ready_seconds=worker_seconds)
-    return SimpleNamespace(directory=directory, requests_of_death=requests_of_death)
+    directory = SimpleNamespace(mark_lost=lambda worker_id, epoch: None)
+    return SimpleNamespace(directory=directory, ready_seconds=worker_seconds, requests_of_death=requests_of_death)
 
 
 def was_on_workers(context: RequestContext, seconds: float) -> None:

@@ -4,12 +4,36 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from decode_svc.relief import ReliefPolicy
 from pdserve.base.ids import WorkerId
 from pdserve.base.workers import Tier, WorkerLoad, WorkerRecord
+from pdserve.engine.step import Load
 from router_svc.routing.in_flight import InFlight
-from router_svc.routing.placement import SEQUENCE_TOKENS, Demand, Placement, choose_decode, choose_prefill
+from router_svc.routing.placement import (
+    SEQUENCE_TOKENS,
+    Demand,
+    Placement,
+    choose_decode,
+    choose_prefill,
+    has_spare_blocks,
+)
 from tests.support.groups import TWO_GROUPS
 from tests.support.records import ME, worker_record
+
+LOAD = Load(
+    num_running=0,
+    num_waiting=0,
+    num_held=0,
+    queued_prompt_tokens=0,
+    queued_by_router={},
+    free_blocks=0,
+    total_blocks=0,
+    reserved_blocks=0,
+    waiting_blocks=0,
+    num_preemptions=0,
+    prefix_query_tokens=0,
+    prefix_hit_tokens=0,
+)
 
 
 def worker(name: str, tier: Tier = "decode", **load: int) -> WorkerRecord:
@@ -77,6 +101,34 @@ def test_a_prompt_needs_blocks_of_each_kv_group() -> None:
     grouped = [replace(worker("decode-0", free_blocks=blocks), layout=TWO_GROUPS) for blocks in (82, 81)]
     chosen = [choose_decode([each], demand(160), InFlight(ME)) for each in grouped]
     assert ["(full)" in placement.why for placement in chosen if placement] == [False, True]
+
+
+def test_a_worker_that_a_full_one_is_left_for_does_not_want_to_be_left_itself() -> None:
+    """The policy by which workers ask for it is the product's own: no request goes back and forth."""
+    for running in range(1, 40):
+        accepted = [
+            free
+            for free in range(1, 100)
+            if has_spare_blocks(worker("decode-0", running=running, free_blocks=free), demand(), InFlight(ME))
+        ]
+        blocks = 160 // worker("decode-0").layout.block_size + 1
+        held = replace(LOAD, num_running=running + 1, free_blocks=min(accepted, default=1000) - blocks)
+        assert not ReliefPolicy().is_due(held, 0.0), running
+
+
+def test_requests_on_their_way_take_blocks_that_their_worker_does_not_report_yet() -> None:
+    target, in_flight = worker("decode-0", free_blocks=40), InFlight(ME)
+    assert has_spare_blocks(target, demand(), in_flight)
+    with in_flight.decoding(target.worker_id, 2):
+        assert not has_spare_blocks(target, demand(), in_flight)
+        reported = replace(target, load=replace(target.load, running=2))
+        assert has_spare_blocks(reported, demand(), in_flight)
+
+
+def test_room_for_a_move_is_counted_in_blocks_of_all_kv_groups() -> None:
+    grouped = replace(worker("decode-0", free_blocks=40), layout=TWO_GROUPS)
+    assert has_spare_blocks(worker("decode-0", free_blocks=40), demand(), InFlight(ME))
+    assert not has_spare_blocks(grouped, demand(), InFlight(ME))
 
 
 def test_prefill_goes_to_the_worker_that_finishes_the_prompt_first() -> None:

@@ -80,7 +80,7 @@ def test_the_largest_steps_are_run_and_their_peak_is_taken(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
     )
-    steps = LargestSteps(num_tokens=num_tokens, num_prompts=4, num_decoding=5, replayed=replayed)
+    steps = LargestSteps(num_tokens=num_tokens, num_logits=4, num_decoding=5, replayed=replayed)
     sampler = CountingSampler()
     before = MemoryBefore(free=90_000, group=30)
     profile = profile_memory(decoder, sampler, layout, memory, before=before, steps=steps)

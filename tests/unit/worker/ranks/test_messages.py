@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
-from dataclasses import fields
+from dataclasses import replace
 
+import pytest
 import torch
 
-from pdserve.model.batch import Batch
+from pdserve.model.batch import TENSORS, Batch
 from pdserve.worker.ranks.messages import MessageKind, MessageReader, RankMessage, StepWriter, encode
 
 
@@ -50,8 +51,8 @@ def test_batches_arrive_on_every_socket_whole_and_in_order() -> None:
         for reader in readers:
             message = received(reader)
             assert (message.kind, message.number) == (MessageKind.FORWARD, number)
-            for field in fields(Batch):
-                assert torch.equal(getattr(message.batch(), field.name), getattr(expected, field.name)), field.name
+            for name in TENSORS:
+                assert torch.equal(getattr(message.batch(), name), getattr(expected, name)), name
     for reader in readers:
         message = received(reader)
         assert (message.kind, message.number, message.values.tolist()) == (MessageKind.COPY_BLOCKS, 9, [4, 5, 5, 6])
@@ -59,6 +60,16 @@ def test_batches_arrive_on_every_socket_whole_and_in_order() -> None:
     for ours, theirs in pairs:
         ours.close()
         theirs.close()
+
+
+@pytest.mark.parametrize("reports_layers", [False, True])
+@pytest.mark.parametrize("hidden_only", [False, True])
+def test_flags_of_a_step_arrive(reports_layers: bool, hidden_only: bool) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        StepWriter([ours]).forward(1, replace(batch(3, 2), hidden_only=hidden_only), reports_layers=reports_layers)
+        message = received(MessageReader(theirs))
+        assert (message.reports_layers, message.batch().hidden_only) == (reports_layers, hidden_only)
 
 
 def test_small_messages_may_be_sent_together() -> None:

@@ -23,7 +23,7 @@ def problems(*workers: WorkerRecord, **changes: Any) -> list[Problem]:
         status="ready",
         reason=None,
         degraded={},
-        model="tiny",
+        models=["tiny"],
         expects_prefill=True,
         workers=workers,
         tiers={tier: load_of([worker for worker in workers if worker.tier == tier]) for tier in TIERS},

@@ -6,11 +6,11 @@ import json
 from typing import Any, cast
 
 import pytest
-from openai._streaming import SSEDecoder
 
 from router_svc.api.event_ids import EventIds
+from router_svc.api.openai.chat_format import ChatFormat
 from router_svc.api.openai.generation_request import GenerationRequest
-from router_svc.api.openai.shapes import ChatFormat, ResponseFormatter
+from router_svc.api.openai.shapes import ResponseFormatter
 from router_svc.generation import Generation
 from router_svc.request.output import ChoiceDelta
 
@@ -18,6 +18,8 @@ from router_svc.request.output import ChoiceDelta
 @pytest.mark.parametrize("has_ids", [False, True])
 async def test_comments_are_no_events_for_a_client_that_keeps_the_last_id(has_ids: bool) -> None:
     """Fails with a comment that ends with an empty line where events have ids."""
+    from openai._streaming import SSEDecoder
+
     request = GenerationRequest(
         response_id="chatcmpl-1",
         model="m",

@@ -7,25 +7,40 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from pdserve.base.errors import RequestError
+from router_svc.api.anthropic.schema import ConversationBody, MessagesBody
 from router_svc.api.authentication import ADMIN_ROUTES, METRICS_ROUTE, OPEN_ROUTES
+from router_svc.api.ollama.schema import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from router_svc.api.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router_svc.api.parse import parse_body
 from router_svc.api.reference.document import make_document
 from router_svc.api.reference.operations import OPERATIONS
 from router_svc.api.reference.texts import ABOUT, FIELDS, TAGS
 from tests.support.described import Description
+from tests.support.lazily import openapi_spec_validator
 
 BODIES = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": ConversationBody,
+    "/api/chat": OllamaChatBody,
+    "/api/generate": OllamaGenerateBody,
+    "/api/show": OllamaShowBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
 USER = {"role": "user", "content": "x"}
 TEXT, CHAT = {"model": "m", "prompt": "x"}, {"model": "m", "messages": [USER]}
+MESSAGE = CHAT | {"max_tokens": 5}
+CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}
+FORMAT = {"type": "json_schema", "schema": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1"}
+
+
+def _message(*content: object, role: str = "user") -> dict[str, Any]:
+    return MESSAGE | {"messages": [USER, {"role": role, "content": [*content]}, USER]}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +49,7 @@ def described() -> Description:
 
 
 def test_the_document_follows_the_rules_of_openapi(described: Description) -> None:
-    OpenAPIV31SpecValidator(described.document).validate()
+    openapi_spec_validator.OpenAPIV31SpecValidator(described.document).validate()
     ids = [operation["operationId"] for operation in described.operations.values()]
     assert len(set(ids)) == len(ids) == len(OPERATIONS)
     assert {tag for each in described.operations.values() for tag in each["tags"]} == {*TAGS}
@@ -51,10 +66,10 @@ def test_keys_are_needed_where_the_router_asks_for_them(described: Description) 
 
 def test_every_field_of_a_body_is_explained(described: Description) -> None:
     schemas = described.document["components"]["schemas"]
-    closed = [schema for schema in schemas.values() if schema.get("additionalProperties") is False]
-    explained = {name for schema in closed for name, each in schema["properties"].items() if "description" in each}
+    bodies = [schema for schema in schemas.values() if isinstance(schema.get("additionalProperties"), bool)]
+    explained = {name for schema in bodies for name, each in schema["properties"].items() if "description" in each}
     trivial = {"type", "text", "content", "tool_call_id"}
-    assert {name for schema in closed for name in schema["properties"]} - explained == trivial
+    assert {name for schema in bodies for name in schema["properties"]} - explained == trivial
     assert set(FIELDS) <= explained
 
 
@@ -108,7 +123,17 @@ EDGES: list[tuple[str, dict[str, Any], bool]] = [
     ("/v1/completions", TEXT | {"stream_options": {}, "stream": False}, False),
     ("/v1/completions", TEXT | {"stream_options": {"include_usage": True}, "stream": True}, True),
     ("/v1/completions", TEXT | {"stream_options": {"user": "x"}, "stream": True}, False),
-    ("/v1/completions", TEXT | {"echo": True, "logprobs": 1}, False),
+    ("/v1/completions", TEXT | {"echo": True, "logprobs": 1}, True),
+    ("/v1/completions", TEXT | {"echo": True, "logprobs": 1, "max_tokens": 0, "stream": True}, True),
+    ("/v1/completions", TEXT | {"echo": False, "max_tokens": 0}, False),
+    ("/v1/completions", TEXT | {"max_tokens": 0, "prompt_logprobs": 1}, False),
+    ("/v1/completions", TEXT | {"prompt_logprobs": 20}, True),
+    ("/v1/completions", TEXT | {"prompt_logprobs": -1}, False),
+    ("/v1/completions", TEXT | {"prompt_logprobs": 0, "stream": True}, False),
+    ("/v1/completions", TEXT | {"prompt_logprobs": None, "stream": True}, True),
+    ("/v1/chat/completions", CHAT | {"prompt_logprobs": 21}, False),
+    ("/v1/chat/completions", CHAT | {"prompt_logprobs": 2}, True),
+    ("/v1/chat/completions", CHAT | {"max_tokens": 0}, False),
     ("/v1/completions", TEXT | {"echo": False, "logprobs": 1}, True),
     ("/v1/completions", TEXT | {"cache_salt": "x" * 129}, False),
     ("/v1/completions", TEXT | {"cache_salt": "a@b"}, False),
@@ -118,7 +143,15 @@ EDGES: list[tuple[str, dict[str, Any], bool]] = [
     ("/v1/completions", TEXT | {"best_of": 2}, False),
     ("/v1/completions", TEXT | {"best_of": True}, False),
     ("/v1/completions", TEXT | {"length_penalty": 1.0, "response_format": {"type": "text"}}, True),
-    ("/v1/completions", TEXT | {"response_format": {"type": "json_object"}}, False),
+    ("/v1/completions", TEXT | {"response_format": {"type": "json_object"}}, True),
+    ("/v1/completions", TEXT | {"response_format": {"type": "json_object", "schema": {}}}, False),
+    ("/v1/completions", TEXT | {"response_format": {"type": "json_schema"}}, False),
+    ("/v1/completions", TEXT | {"response_format": {"type": "xml"}}, False),
+    ("/v1/completions", TEXT | {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, True),
+    ("/v1/completions", TEXT | {"structured_outputs": {"regexp": "a"}}, False),
+    ("/v1/completions", TEXT | {"guided_choice": []}, False),
+    ("/v1/chat/completions", CHAT | {"guided_json": "{}", "guided_whitespace_pattern": " "}, True),
+    ("/v1/chat/completions", CHAT | {"guided_json": 1}, False),
     ("/v1/chat/completions", CHAT, True),
     ("/v1/chat/completions", CHAT | {"messages": []}, False),
     ("/v1/chat/completions", CHAT | {"messages": [{"role": "robot", "content": "x"}]}, False),
@@ -143,6 +176,78 @@ EDGES: list[tuple[str, dict[str, Any], bool]] = [
     ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"x": 2**64}}, False),
     ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"x": "y" * 4097}}, False),
     ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {f"x{index}": 1 for index in range(17)}}, False),
+    ("/v1/messages", MESSAGE, True),
+    ("/v1/messages", CHAT, False),
+    ("/v1/messages", MESSAGE | {"max_tokens": 0}, False),
+    ("/v1/messages", MESSAGE | {"messages": []}, False),
+    ("/v1/messages", MESSAGE | {"unknown": 1, "documents": [1], "tool_choice": None}, True),
+    ("/v1/messages", MESSAGE | {"system": ""}, True),
+    ("/v1/messages", MESSAGE | {"system": [{"type": "text", "text": "x", "more": {}}]}, True),
+    ("/v1/messages", MESSAGE | {"system": [{"type": "image"}]}, False),
+    ("/v1/messages", MESSAGE | {"stop_sequences": ["x"] * 4}, True),
+    ("/v1/messages", MESSAGE | {"stop_sequences": "x"}, False),
+    ("/v1/messages", MESSAGE | {"temperature": "1"}, False),
+    ("/v1/messages", MESSAGE | {"thinking": {"type": "enabled", "budget_tokens": 1024}}, True),
+    ("/v1/messages", MESSAGE | {"thinking": {"type": "enabled", "budget_tokens": 0}}, False),
+    ("/v1/messages", MESSAGE | {"thinking": {"type": "always"}}, False),
+    ("/v1/messages", MESSAGE | {"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, True),
+    ("/v1/messages", MESSAGE | {"tools": [{"name": "f", "input_schema": {}, "type": "custom", "more": 1}]}, True),
+    ("/v1/messages", MESSAGE | {"tools": [{"name": "f"}]}, False),
+    ("/v1/messages", MESSAGE | {"tools": [{"name": "bash", "input_schema": {}, "type": "bash_20250124"}]}, False),
+    ("/v1/messages", MESSAGE | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, True),
+    ("/v1/messages", MESSAGE | {"tool_choice": {"type": "tool"}}, False),
+    ("/v1/messages", MESSAGE | {"tool_choice": "auto"}, False),
+    ("/v1/messages", MESSAGE | {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, True),
+    ("/v1/messages", MESSAGE | {"output_config": {"effort": "some"}}, False),
+    ("/v1/messages", MESSAGE | {"output_config": {"format": FORMAT}, "output_format": FORMAT}, False),
+    ("/v1/messages", MESSAGE | {"output_config": {"effort": "low"}, "output_format": FORMAT}, True),
+    ("/v1/messages", MESSAGE | {"output_config": {"format": FORMAT}, "output_format": None}, True),
+    ("/v1/messages", _message({"type": "text", "text": "x"}, RESULT), True),
+    ("/v1/messages", _message(RESULT | {"content": "x"}, RESULT | {"content": [{"type": "text", "text": "x"}]}), True),
+    ("/v1/messages", _message(RESULT | {"content": [{"type": "image"}]}), False),
+    ("/v1/messages", _message(CALL), False),
+    ("/v1/messages", _message({"type": "image"}), False),
+    ("/v1/messages", _message("x"), False),
+    ("/v1/messages", _message(CALL, {"type": "thinking", "thinking": "x"}, role="assistant"), True),
+    ("/v1/messages", _message({"type": "redacted_thinking", "data": "x"}, role="assistant"), True),
+    ("/v1/messages", _message(RESULT, role="assistant"), False),
+    ("/v1/messages", _message({"type": "text", "text": "x"}, role="system"), True),
+    ("/v1/messages", _message({"type": "text", "text": "x"}, role="tool"), False),
+    ("/v1/messages/count_tokens", CHAT, True),
+    ("/v1/messages/count_tokens", MESSAGE, True),
+    ("/v1/messages/count_tokens", {"model": "m"}, False),
+    ("/api/chat", CHAT, True),
+    ("/api/chat", CHAT | {"keep_alive": "5m", "options": {"num_ctx": 9}, "more": 1}, True),
+    ("/api/chat", CHAT | {"messages": []}, False),
+    ("/api/chat", CHAT | {"messages": [{"role": "developer", "content": "x"}]}, False),
+    ("/api/chat", CHAT | {"messages": [{"role": "tool", "content": "x", "tool_name": "f"}]}, True),
+    ("/api/chat", CHAT | {"messages": [USER | {"images": []}]}, True),
+    ("/api/chat", CHAT | {"messages": [USER | {"images": ["AA=="]}]}, False),
+    ("/api/chat", CHAT | {"messages": [USER | {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]}, True),
+    ("/api/chat", CHAT | {"messages": [USER | {"tool_calls": [{"function": {"name": "f"}}]}]}, False),
+    ("/api/chat", CHAT | {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, True),
+    ("/api/chat", CHAT | {"tools": [{"type": "browser", "function": {"name": "f"}}]}, False),
+    ("/api/chat", CHAT | {"options": {"num_predict": -2, "stop": ["x"], "repeat_penalty": 1.1}}, True),
+    ("/api/chat", CHAT | {"options": {"num_predict": -3}}, False),
+    ("/api/chat", CHAT | {"options": {"temperature": "1"}}, False),
+    ("/api/chat", CHAT | {"format": ""}, True),
+    ("/api/chat", CHAT | {"format": {"type": "object"}}, True),
+    ("/api/chat", CHAT | {"format": "xml"}, False),
+    ("/api/chat", CHAT | {"think": "high"}, True),
+    ("/api/chat", CHAT | {"think": False}, True),
+    ("/api/chat", CHAT | {"think": "some"}, False),
+    ("/api/chat", CHAT | {"think": 1}, False),
+    ("/api/generate", TEXT, True),
+    ("/api/generate", TEXT | {"prompt": ""}, False),
+    ("/api/generate", TEXT | {"system": "x", "raw": False}, True),
+    ("/api/generate", TEXT | {"system": "x", "raw": True}, False),
+    ("/api/generate", TEXT | {"system": "", "raw": True, "template": "", "suffix": "", "context": []}, True),
+    ("/api/generate", TEXT | {"suffix": "x"}, False),
+    ("/api/generate", TEXT | {"template": "x"}, False),
+    ("/api/generate", TEXT | {"context": [1]}, False),
+    ("/api/generate", TEXT | {"images": ["AA=="]}, False),
+    ("/api/show", {"model": "m", "verbose": True}, True),
+    ("/api/show", {"name": "m"}, False),
     ("/tokenize", {"prompt": ""}, True),
     ("/tokenize", {}, False),
     ("/tokenize", {"prompt": "x", "messages": [USER]}, False),
@@ -168,6 +273,9 @@ def test_the_router_and_the_document_agree_on_a_body(
         # The document names letters of ASCII only, and bounds floating-point numbers as it does integers.
         ("/v1/chat/completions", lambda body: body | {"chat_template_kwargs": {"größe": 1}}),
         ("/v1/chat/completions", lambda body: body | {"chat_template_kwargs": {"x": 1e300}}),
+        # Several demands are refused where they are made into a grammar, and so are none.
+        ("/v1/completions", lambda body: body | {"structured_outputs": {"regex": None}}),
+        ("/v1/completions", lambda body: body | {"structured_outputs": {"regex": "a", "json_object": True}}),
         # What they have to be is known with the model, hence later.
         ("/v1/completions", lambda body: body | {"prompt": [-1], "logit_bias": {"x": 1}}),
     ],

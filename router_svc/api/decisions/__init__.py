@@ -1,0 +1,1 @@
+"""Questions about an input, answered by the probabilities of the tokens that could come next."""

@@ -1,0 +1,137 @@
+"""One request that generates, from its body to the last byte of the response, whatever the form of both."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from aiohttp import web
+
+from pdserve.base.errors import PdserveError
+from pdserve.base.secret import ClusterSecret
+from pdserve.model.tokenizer import Tokenizer
+from router_svc.api.authentication import client_of
+from router_svc.api.body import GeneratingBody
+from router_svc.api.event_ids import EventIds
+from router_svc.api.event_stream import EventStream, Formatter
+from router_svc.api.http_request import IDS, MODEL, REQUEST_ID_HEADER, read_body
+from router_svc.api.ids import Ids
+from router_svc.api.intake import Intake
+from router_svc.api.models import ModelBackend, Models
+from router_svc.api.openai.generation_request import GenerationRequest
+from router_svc.api.request_span import TRACE
+from router_svc.api.resuming import HTTP, Resuming, event_ids
+from router_svc.request.client import Client
+from router_svc.request.open_requests import OpenRequest, OpenRequests
+from router_svc.request.output import ChoiceDelta
+from router_svc.request.stream import DeltaStream
+from router_svc.routing.timeouts import TIMEOUT_FIELD, TIMEOUT_HEADER
+
+AnyBody = TypeVar("AnyBody", bound=GeneratingBody)
+#: Makes the format of a response. The ids are those of its events; None: they have none.
+FormatterOf = Callable[[GenerationRequest, EventIds | None], Formatter]
+#: Answers a request that runs in the background.
+Detach = Callable[[GenerationRequest, Ids], Awaitable[web.StreamResponse]]
+#: Makes the generations of a request from its body, within the time that the request has.
+Render = Callable[[OpenRequest, Ids], Awaitable[GenerationRequest]]
+
+
+@dataclass(frozen=True, slots=True)
+class Responder:
+    """What all endpoints that generate have in common."""
+
+    models: Models
+    #: Those of all models.
+    open: OpenRequests
+    intake: Intake
+    #: How streams can be resumed; None: they cannot.
+    resuming: Resuming | None = None
+    #: What the routers of a cluster share; None: the cluster is open.
+    secret: ClusterSecret | None = None
+
+    async def read(self, request: web.Request, kind: type[AnyBody], opened: OpenRequest) -> AnyBody:
+        """The body, whose timeout holds from here on."""
+        body = await read_body(request, kind, self.intake)
+        request[MODEL] = body.model
+        if body.timeout is not None:
+            opened.limit(self.open.limits.require(body.timeout, param=TIMEOUT_FIELD))
+        return body
+
+    def backend(self, request: web.Request, name: str | None) -> ModelBackend:
+        """The model that the request names. Raises `NotFound`, `Forbidden`, `RequestError`."""
+        return self.models.chosen(name, client_of(request))
+
+    def tokenizer(self, generation: GenerationRequest) -> Tokenizer:
+        """The tokenizer of the model that a request was accepted for."""
+        return self.models[generation.model].model.tokenizer
+
+    async def respond(
+        self,
+        request: web.Request,
+        prefix: str,
+        render: Render,
+        formatter_of: FormatterOf,
+        detach: Detach | None = None,
+    ) -> web.StreamResponse:
+        """The response. `prefix` is that of its id. `detach` answers requests that run in the background."""
+        ids = Ids.make(prefix, request.headers.get(REQUEST_ID_HEADER))
+        events, client = EventStream(request, ids), client_of(request)
+        try:
+            timeout_s = timeout_of(request, self.open)
+            async with self.open.entered(ids.of_prompt(0), client.tenant, timeout_s) as opened:
+                generation = await render(opened, ids)
+                # From here on, error responses have the ids in a header, too.
+                request[IDS] = ids
+                opened.trace = request.get(TRACE)
+                if not generation.in_background or detach is None:
+                    whole = await self._run(generation, formatter_of, events, client, opened, ids)
+                    if whole is not None:
+                        return whole
+            if generation.in_background and detach is not None:
+                return await detach(generation, ids)
+        except PdserveError as error:
+            events.fail(error)
+        return await events.end()
+
+    async def _run(
+        self,
+        generation: GenerationRequest,
+        formatter_of: FormatterOf,
+        events: EventStream,
+        client: Client,
+        opened: OpenRequest,
+        ids: Ids,
+    ) -> web.Response | None:
+        """Runs the request. The response, unless it is streamed."""
+        log = None
+        # An answer in one piece can be fetched by those who know its id before they have it.
+        is_kept = (generation.stream or ids.is_chosen) and not generation.scores_prompts
+        if self.resuming is not None and is_kept and generation.can_be_resumed:
+            log = self.resuming.new_log(client, HTTP, generation.shape(ids.header), generation.generations)
+        formatter = formatter_of(generation, None if log is None else event_ids(log))
+        requests = self.models[generation.model].requests
+        async with requests.run(generation.generations, client, opened, log) as stream:
+            if not generation.stream:
+                return web.Response(body=await whole_body(formatter, stream), content_type="application/json")
+            await events.send(formatter, stream)
+            return None
+
+
+def timeout_of(request: web.Request, requests: OpenRequests) -> float:
+    """The timeout in the request's header, else the default. Raises `RequestError`."""
+    return requests.limits.of_header(request.headers.get(TIMEOUT_HEADER))
+
+
+async def whole_body(formatter: Formatter, stream: DeltaStream) -> bytes:
+    """The whole answer. Raises what ends the stream early."""
+    collected = formatter.new_collection()
+
+    async def collect(deltas: list[ChoiceDelta]) -> None:
+        if deltas[0].prompt_logprobs is None:
+            stream.first_write()
+        for delta in deltas:
+            collected[delta.choice_index].add(delta)
+
+    await stream.write_to(collect)
+    return await formatter.whole(collected, stream.usage)

@@ -1,0 +1,107 @@
+"""Calls to prefill workers for prompts without output, one after the other until one of them succeeds."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Generic, TypeVar
+
+from pdserve.base.errors import Draining, NoWorkers, PdserveError, RequestError
+from pdserve.v1 import prefill_pb2
+from router_svc.request.calls import prefill_call
+from router_svc.request.context import RequestContext
+from router_svc.routing.incarnation import Incarnation, incarnation_of
+from router_svc.routing.placement import Placement
+
+#: Waits for the next change of the workers, for the number of waits so far.
+Heartbeat = Callable[[int], Awaitable[None]]
+Result = TypeVar("Result")
+
+
+class PromptAttempts(ABC, Generic[Result]):
+    """What a prefill worker reports of one prompt. Where one fails, another one starts from the first token."""
+
+    #: The `SAMPLING_VERSION` that a worker needs at least.
+    version: int
+    #: The error for a cluster without such workers.
+    no_workers: str
+
+    def __init__(self, context: RequestContext, heartbeat: Heartbeat, now: Callable[[], float]) -> None:
+        self._context = context
+        self._heartbeat = heartbeat
+        self._now = now
+        self._patient_until = self._patience()
+        self._num_prompt = len(context.generation.prompt)
+        #: Workers that shut down, as they have said.
+        self._draining: set[Incarnation] = set()
+
+    @abstractmethod
+    async def _attempt(self, placement: Placement) -> Result:
+        """The result of one worker. Raises what it reports, `PeerLost`, or `TransferTimeout` when it is silent."""
+
+    async def _result(self) -> Result:
+        """The result of the first worker that has one. Raises the error for the client."""
+        while True:
+            placement = await self._placement()
+            try:
+                return await self._attempt(placement)
+            except RequestError:
+                raise
+            except PdserveError as error:
+                await self._failed(placement, error)
+
+    async def _events(
+        self, placement: Placement, request: prefill_pb2.PrefillRequest, *, scores: bool
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        """The events of a call, in which progress is noted. Close it when its loop is left early."""
+        context, worker = self._context, placement.worker
+        trace = context.journal.chose_prefill(placement, scores=scores)
+        silence_s = context.cluster.policy.silence.of_prefill(worker, None)
+        num_missing = placement.uncached_tokens
+        with context.prompt.assigned(worker, num_missing), context.presence.on_worker(time.monotonic):
+            async with prefill_call(context.cluster, worker, request, trace) as call:
+                # To its end: the worker has forgotten the prompt then, and may get it again at once.
+                while (event := await call.next_event(silence_s)) is not None:
+                    if event.HasField("progress"):
+                        context.answered(worker)
+                        context.journal.progressed(event.progress)
+                        context.prompt.update(max(self._num_prompt - event.progress.computed_tokens, 0))
+                    yield event
+
+    async def _failed(self, placement: Placement, error: PdserveError) -> None:
+        """Notes a failure. Raises `error` when no worker is left that could do better."""
+        context = self._context
+        self._patient_until = self._patience()
+        await context.note_failure(placement.worker, error)
+        if isinstance(error, Draining):
+            self._draining.add(placement.incarnation)
+        context.exclude_prefill(placement, error)
+        if self._choose() is None and not self._may_wait():
+            raise error
+        context.journal.retry(error, placement.worker)
+
+    def _choose(self) -> Placement | None:
+        return self._context.choose_without_output(self.version)
+
+    async def _placement(self) -> Placement:
+        """A worker to ask. Raises `NoWorkers` when none is expected."""
+        waits = 0
+        while (placement := self._choose()) is None:
+            if not self._may_wait():
+                raise NoWorkers(self.no_workers)
+            waits += 1
+            await self._heartbeat(waits)
+        return placement
+
+    def _may_wait(self) -> bool:
+        """Whether a worker may come: not while there are some, all of which have failed the request."""
+        context = self._context
+        staying = {incarnation_of(worker) for worker in context.cluster.ready("prefill")} - self._draining
+        if staying or not context.deaths.may_reach("prefill") or self._now() >= self._patient_until:
+            return False
+        return context.cluster.expects("prefill")
+
+    def _patience(self) -> float:
+        """Until when the request waits for a worker if nothing happens."""
+        return self._now() + self._context.cluster.policy.worker_return_timeout_s
