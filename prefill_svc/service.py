@@ -15,6 +15,7 @@ from kvtransfer.transport.own_sockets import Connection
 from pdserve.base import rpc
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import Draining, PdserveError, RequestError, reason_of
+from pdserve.base.grpc_server import whole_writes
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.logs import enter_request, get_logger
 from pdserve.base.seals import Purpose
@@ -135,16 +136,15 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             trace = PromptTrace.start(self._worker.tracer, rpc.trace_of(context))
             enter_request(request_id, trace.context)
             ticket = opened_ticket(request.ticket, request_id, seals) if request.HasField("ticket") else None
-            keep_alive = partial(context.write, pb.PrefillResponse(keep_alive=common_pb2.KeepAlive()))
+            write = whole_writes(context)
+            keep_alive = partial(write, pb.PrefillResponse(keep_alive=common_pb2.KeepAlive()))
             async with self._inboxes.open(request_id, request.ref.attempt, meanwhile=keep_alive) as inbox:
                 session: PrefillSession | ScoringSession
                 if request.scores_prompt or request.HasField("pooling"):
                     outcome = "scored" if request.scores_prompt else "pooled"
-                    session = ScoringSession(self._worker, self.scheduler, inbox, context.write, outcome)
+                    session = ScoringSession(self._worker, self.scheduler, inbox, write, outcome)
                 else:
-                    session = PrefillSession(
-                        self._worker, self.scheduler, self._sender, self._channels, inbox, context.write
-                    )
+                    session = PrefillSession(self._worker, self.scheduler, self._sender, self._channels, inbox, write)
                 failure: str | None = None
                 try:
                     await session.run(await self._job(request, ticket), ticket)

@@ -1,4 +1,4 @@
-"""grpc's server, which a call with any name of a method cannot stop.
+"""grpc's server, which a call with any name of a method cannot stop, and writes that a cancellation cannot cut short.
 
 From version 1.83 on, grpc accepts all calls of unregistered methods in one loop, and decodes their names there: a name
 that is no UTF-8 ends the loop, and with it the server and every call on it. Anybody who reaches the port can send one.
@@ -8,12 +8,14 @@ Here these calls are answered without a look at the name. So a method has to be 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined] # grpc's types lack it.
 
 from pdserve.base.grpc_log import keep_metadata_out_of_the_log
+from pdserve.base.tasks import run_to_completion
 
 #: What grpc calls these methods in its own log.
 _UNREGISTERED = "unregistered"
@@ -59,3 +61,16 @@ def grpc_server(**settings: Any) -> grpc.aio.Server:
         return grpc.aio.server(**settings)
     finally:
         cygrpc.AioServer = original
+
+
+def whole_writes(context: grpc.aio.ServicerContext[Any, Any]) -> Callable[[Any], Awaitable[None]]:
+    """`context.write`, for a method whose task can be cancelled by another one of its own, as in a task group.
+
+    A cancellation goes on when the message is written. With the message of a cancelled task still on its way, grpc
+    refuses what comes next, the status included, and the caller would wait for it in vain.
+    """
+
+    async def write(message: Any) -> None:
+        await run_to_completion(context.write(message))
+
+    return write

@@ -44,18 +44,25 @@ class Timeline:
     """The phases of one request so far."""
 
     starts: list[PhaseStart] = field(default_factory=lambda: [PhaseStart(Phase.QUEUE, 0.0)])
+    #: Index of the first phase of the present attempt.
+    _attempt: int = 0
 
     def enter(self, phase: Phase, at: float) -> None:
-        """The request is in `phase` since `at`. Ignored if it has reached this phase, or a later one, already.
+        """The request is in `phase` since `at`. Ignored if this attempt has reached the phase already.
 
-        Reports of two workers have no order, so an earlier phase may be reported late.
+        Reports of two workers have no order: a phase that is reported after a later one stands before it, and ends
+        where that one began.
         """
-        if _ORDER.index(phase) > _ORDER.index(self.starts[-1].phase):
-            self._start(phase, at)
+        index = len(self.starts)
+        while index > self._attempt and _ORDER.index(self.starts[index - 1].phase) > _ORDER.index(phase):
+            index -= 1
+        if index > self._attempt and self.starts[index - 1].phase is not phase:
+            self._start(phase, at, index)
 
     def restart(self, at: float) -> None:
         """Another attempt begins: the request waits for a decode worker again."""
-        self._start(Phase.RESERVE, at)
+        self._attempt = len(self.starts)
+        self._start(Phase.RESERVE, at, self._attempt)
 
     def seconds(self, end: float) -> dict[Phase, float]:
         """Time spent in every phase until `end`. Their sum is `end`."""
@@ -65,6 +72,9 @@ class Timeline:
             total[start.phase] += until - start.at
         return total
 
-    def _start(self, phase: Phase, at: float) -> None:
+    def _start(self, phase: Phase, at: float, index: int) -> None:
         # A duration that a worker measured can reach back beyond what the router has seen.
-        self.starts.append(PhaseStart(phase, max(at, self.starts[-1].at)))
+        start = max(at, self.starts[index - 1].at)
+        if index < len(self.starts):
+            start = min(start, self.starts[index].at)
+        self.starts.insert(index, PhaseStart(phase, start))

@@ -4,17 +4,18 @@ export const PHASES = ["queue", "reserve", "prefill", "wire", "decode"];
 
 export const FINAL_STATES = new Set(["finished", "failed", "cancelled"]);
 
-/** Consecutive segments { phase, start, end, open } in seconds since the request was accepted; `now` ends an open one. */
+/**
+ * Consecutive segments { phase, start, end, open } in seconds since the request was accepted; `now` ends an open one.
+ * A phase that took no time is among them: it was passed through.
+ */
 export function segmentsOf(record, now) {
   const starts = record.timeline ?? [];
   const finish = record.phases.finish;
   const last = finish ?? now - record.accepted_at;
-  return starts
-    .map(({ phase, at }, index) => {
-      const next = starts[index + 1];
-      return { phase, start: at, end: Math.max(next ? next.at : last, at), open: !next && finish === undefined };
-    })
-    .filter((segment) => segment.end > segment.start);
+  return starts.map(({ phase, at }, index) => {
+    const next = starts[index + 1];
+    return { phase, start: at, end: Math.max(next ? next.at : last, at), open: !next && finish === undefined };
+  });
 }
 
 /** Bars of the waterfall: one per step, which may overlap. `where` is the worker that was busy. */

@@ -10,11 +10,12 @@ export const strip = () => h("div", { class: "strip", role: "img" });
 /** Draws the phases of a record as consecutive segments over the whole width. */
 export function updateStrip(element, record, now) {
   const segments = segmentsOf(record, now);
-  const total = segments.at(-1)?.end ?? 0;
+  const total = segments.at(-1)?.end || 1;
   reconcile(
     element,
     segments,
-    (segment) => `${segment.phase} ${segment.start}`,
+    // Two attempts can begin at the same time.
+    (segment) => `${segments.indexOf(segment)} ${segment.phase}`,
     (segment) => h("i", { "data-phase": segment.phase }),
     (item, segment) => {
       item.style.flexGrow = String(Math.max((segment.end - segment.start) / total, 0.001));

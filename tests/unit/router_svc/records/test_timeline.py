@@ -27,15 +27,32 @@ def test_phases_add_up_to_the_latency_and_none_is_negative(
     seconds = timeline.seconds(now + rest_s)
     assert sum(seconds.values()) == pytest.approx(now + rest_s)
     assert min(seconds.values()) >= 0.0
+    starts = [start.at for start in timeline.starts]
+    assert starts == sorted(starts)
 
 
-def test_a_report_of_an_earlier_phase_that_comes_late_changes_nothing() -> None:
+@pytest.mark.parametrize(("reported_at", "wire_s"), [(6.0, 0.0), (4.5, 0.5)])
+def test_an_earlier_phase_that_is_reported_late_stands_before_the_later_one(reported_at: float, wire_s: float) -> None:
+    """The decode worker's report can arrive before the prefill worker's first token."""
     timeline = Timeline()
     timeline.enter(Phase.RESERVE, 1.0)
     timeline.enter(Phase.PREFILL, 2.0)
     timeline.enter(Phase.DECODE, 5.0)
-    timeline.enter(Phase.WIRE, 6.0)
-    assert timeline.seconds(9.0) == {"queue": 1.0, "reserve": 1.0, "prefill": 3.0, "wire": 0.0, "decode": 4.0}
+    timeline.enter(Phase.WIRE, reported_at)
+    timeline.enter(Phase.PREFILL, 7.0)
+    assert [start.phase for start in timeline.starts] == list(Phase)
+    expected = {"queue": 1.0, "reserve": 1.0, "prefill": 3.0 - wire_s, "wire": wire_s, "decode": 4.0}
+    assert timeline.seconds(9.0) == expected
+
+
+def test_a_late_report_does_not_reach_into_the_attempt_before() -> None:
+    timeline = Timeline()
+    timeline.enter(Phase.DECODE, 2.0)
+    timeline.restart(4.0)
+    timeline.enter(Phase.DECODE, 6.0)
+    timeline.enter(Phase.WIRE, 5.0)
+    assert [start.phase for start in timeline.starts] == ["queue", "decode", "reserve", "wire", "decode"]
+    assert timeline.seconds(7.0) == {"queue": 2.0, "reserve": 1.0, "prefill": 0.0, "wire": 1.0, "decode": 3.0}
 
 
 def test_a_retry_waits_for_a_decode_worker_again_and_what_was_lost_stays_counted() -> None:
