@@ -71,6 +71,10 @@ else
 	$(BIN)/pytest $(ARGS)
 endif
 
+.PHONY: check
+check: install ## The tests that your change can affect, in under a minute; ARGS="--base main" compares with another commit
+	@$(BIN)/python -m tests.check $(ARGS)
+
 .PHONY: audit
 audit: install ## Known vulnerabilities of the pinned packages; needs an advisory service
 	@$(BIN)/python -m tests.dependencies.audit $(ARGS)
@@ -82,6 +86,10 @@ fuzz: install ## Damaged and forged input of all kinds, for MINUTES=10 minutes
 .PHONY: test-all
 test-all: install ## The tests that a machine can change, as on other machines; ARGS="one-core" picks rows
 	$(BIN)/python -m tests.machines $(ARGS)
+
+.PHONY: test-noise
+test-noise: install ## make test on a busy machine, and on one that stands still for seconds; ARGS="busy" picks one
+	$(BIN)/python -m tests.noise $(ARGS)
 
 .PHONY: screenshot
 screenshot: install ## Take the picture of the console in README and docs; needs Chromium

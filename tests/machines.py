@@ -9,16 +9,15 @@ all faults at once.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kernels.choice import instruction_sets
+from tests.support import cgroups
 
 _INTEGRATION = Path(__file__).parent / "integration"
 KERNELS = ("tests/unit/kernels", "tests/property/kernels")
@@ -31,8 +30,6 @@ CHAOS = ("tests/chaos/test_chaos_command.py",)
 WORKER_LOST = ("tests/chaos/test_worker_lost.py",)
 #: Chaos tests that hold with any model. The others ask the default model questions or never load one.
 ANY_MODEL = (*WORKER_LOST, "tests/chaos/test_redis_lost.py")
-_CGROUPS = Path("/sys/fs/cgroup")
-_PERIOD_US = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,34 +143,14 @@ def rows() -> list[Row]:
     return found
 
 
-@contextmanager
-def _quota(cores: float) -> Iterator[Path]:
-    """A cgroup, of version 1 or 2, with this quota. Raises `OSError` where none can be made."""
-    is_version_2 = (_CGROUPS / "cgroup.controllers").exists()
-    group = (_CGROUPS if is_version_2 else _CGROUPS / "cpu") / f"pdserve-tests-{os.getpid()}"
-    group.mkdir()
-    try:
-        quota = int(cores * _PERIOD_US)
-        if is_version_2:
-            (group / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
-        else:
-            (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
-            (group / "cpu.cfs_quota_us").write_text(str(quota))
-        yield group / "cgroup.procs"
-    finally:
-        # The kernel may still count a process that has ended.
-        with suppress(OSError):
-            group.rmdir()
-
-
 def run(row: Row) -> str:
     """Run a row. Returns "passed", "failed", or why it could not run."""
     print(f"\n{row.name}: {' '.join(row.command())}", flush=True)
     if row.cores is None:
         return _outcome(row.command())
     try:
-        with _quota(row.cores) as members:
-            return _outcome(["sh", "-c", f'echo $$ > {members} && exec "$@"', "sh", *row.command()])
+        with cgroups.quota(row.cores) as members:
+            return _outcome(cgroups.joining(members, row.command()))
     except OSError as error:
         return f"not run: creating a cgroup with a quota failed ({error})"
 
@@ -187,7 +164,12 @@ def main() -> int:
     all_rows = {row.name: row for row in rows()}
     parser = argparse.ArgumentParser(prog="python -m tests.machines", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"rows to run (default: all): {', '.join(all_rows)}")
-    names = parser.parse_args().names or list(all_rows)
+    parser.add_argument("--list", action="store_true", help="print the names of the rows and run none")
+    arguments = parser.parse_args()
+    if arguments.list:
+        print(*all_rows, sep="\n")
+        return 0
+    names = arguments.names or list(all_rows)
     unknown = set(names) - set(all_rows)
     if unknown:
         parser.error(f"Unknown rows: {', '.join(sorted(unknown))}. Choose from: {', '.join(all_rows)}.")

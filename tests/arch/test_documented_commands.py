@@ -74,6 +74,7 @@ FOREIGN_FLAGS = {
     *("--appendonly", "--cap-add", "--enable-feature", "--for", "--ipc", "--pid", "--save", "--shm-size", "--target"),
     *("--entrypoint", "--force-recreate", "--no-recreate", "--rm", "--scale", "--timeout", "--ulimit", "--volumes"),
     *("--again", "--areas"),  # python -m tests.fuzz
+    *("--list", "--ci"),  # python -m tests.check, python -m tests.deploy
     *("--requests", "--faults", "--trace", "--replay", "--mutation"),  # python -m tests.simulation
 }
 

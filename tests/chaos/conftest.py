@@ -49,4 +49,4 @@ def fragile(shared_fragile: Cluster) -> Iterator[Cluster]:
     shared_fragile.wait_idle()
     yield shared_fragile
     shared_fragile.wait_tiers(prefill=2, decode=1)
-    shared_fragile.wait_idle(timeout_s=40)
+    shared_fragile.wait_idle()

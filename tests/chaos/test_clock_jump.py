@@ -21,7 +21,7 @@ from tests.support.own_task import in_own_task
 from tests.support.redis import eventually
 from tests.support.services import READY_S, RouterClient, service, text_of
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.deploy
 
 _LIBRARIES = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
 _WORKERS = {"prefill-0": "prefill", "decode-0": "decode"}

@@ -10,11 +10,9 @@ import pytest
 
 from pdserve.cli.__main__ import main
 from tests.chaos.test_worker_lost import BODIES, choices_of, streams_until
-from tests.support.cluster import Cluster, running_cluster
+from tests.support.cluster import READY_S, Cluster, running_cluster
 from tests.support.default_model import EXACT_DTYPE
 from tests.support.depth import IS_FULL
-
-pytestmark = pytest.mark.timeout(300)
 
 #: Long enough for workers to be restarted meanwhile.
 MAX_TOKENS = 700 if IS_FULL else 300
@@ -40,7 +38,7 @@ async def restarted(cluster: Cluster, name: str, *, or_else: Callable[[], bool] 
         workers = [worker for worker in cluster.view().workers if worker.worker_id == name]
         return or_else() or any(worker.ready and worker.epoch != epoch for worker in workers)
 
-    await cluster.until_async(is_back, f"{name} is back", timeout_s=90)
+    await cluster.until_async(is_back, f"{name} is back", timeout_s=READY_S)
 
 
 async def test_a_rolling_restart_of_workers_loses_no_token(pairs: Cluster) -> None:
@@ -65,7 +63,7 @@ async def test_a_rolling_restart_of_workers_loses_no_token(pairs: Cluster) -> No
             is_over.set()
         assert all(stream.result() > 0 for stream in streams)
     assert pairs.metric(router, "pdserve_request_outcomes_total", outcome="failed") == 0
-    pairs.wait_tiers(prefill=2, decode=2, timeout_s=90)
+    pairs.wait_tiers(prefill=2, decode=2, timeout_s=READY_S)
     pairs.wait_idle()
 
 

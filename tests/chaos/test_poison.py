@@ -14,7 +14,6 @@ from tests.support.lazily import openai
 from tests.support.step_faults import MAX_KILLS, SEGFAULT, SIGKILLED, StepFaults
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.skipif(native.load() is None, reason="the C++ kernels, which have the handler, are not built"),
 ]
 

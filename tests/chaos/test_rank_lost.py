@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.support.cluster import MODEL, Cluster, running_cluster
+from tests.support.cluster import MODEL, READY_S, Cluster, running_cluster
 from tests.support.depth import IS_FULL
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not IS_FULL, reason="starts six processes: `make test-all ARGS=chaos` runs it"),
 ]
 
@@ -58,7 +57,7 @@ def test_a_lost_rank_ends_its_worker_which_is_restarted(split: Cluster) -> None:
         # The router may still list the old worker.
         lambda: [worker for worker in split.workers("decode") if worker.http_address != before.http_address],
         "the worker is restarted",
-        timeout_s=60,
+        timeout_s=READY_S,
     )
     assert "Berlin" in ask(split)
     split.wait_idle()

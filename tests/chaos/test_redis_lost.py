@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from pdserve.base.registry import RECORD_TTL_S
 from pdserve.cli.private_redis import PrivateRedis
 from tests.support.cluster import MODEL, Cluster, running_cluster
-
-pytestmark = pytest.mark.timeout(300)
 
 #: Pause of a client between two answers, which leaves the cores to other tests.
 THINK_S = 0.5

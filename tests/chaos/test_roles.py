@@ -13,11 +13,10 @@ import pytest
 from pdserve.cli.__main__ import main
 from pdserve.cli.status import RouterStatus
 from tests.chaos.test_worker_lost import BODIES, choices_of, streams_until
-from tests.support.cluster import Cluster, running_cluster
+from tests.support.cluster import READY_S, Cluster, running_cluster
 from tests.support.depth import IS_FULL
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not IS_FULL, reason="takes half a minute: `make test-all ARGS=chaos` runs it"),
 ]
 
@@ -79,7 +78,7 @@ async def test_roles_change_under_streams_that_lose_no_token(pair: Cluster) -> N
             is_over.set()
         assert all(stream.result() > 0 for stream in streams)
     assert pair.metric(router, "pdserve_request_outcomes_total", outcome="failed") == 0
-    await pair.until_async(lambda: len(pair.workers("decode")) == 2, "the killed worker is back", timeout_s=90)
+    await pair.until_async(lambda: len(pair.workers("decode")) == 2, "the killed worker is back", timeout_s=READY_S)
     assert await change(pair, "prefill-0", "prefill") == 0
     pair.wait_tiers(prefill=1, decode=1)
     pair.wait_idle()
@@ -100,7 +99,7 @@ async def test_the_policy_moves_the_prefill_worker_while_the_decode_worker_is_aw
         assert await asyncio.gather(*streams) == undisturbed
         assert [worker.worker_id for worker in pair.workers("decode")] == ["prefill-0"]
         await drain("--undo")
-        await pair.until_async(lambda: pair.workers("prefill"), "the worker is back in its tier", timeout_s=60)
+        await pair.until_async(lambda: pair.workers("prefill"), "the worker is back in its tier", timeout_s=READY_S)
     assert pair.metric(router, "pdserve_request_outcomes_total", outcome="failed") == 0
     pair.wait_tiers(prefill=1, decode=1)
     pair.wait_idle()
@@ -132,7 +131,7 @@ async def test_requests_go_on_without_the_only_worker_of_a_tier(pair: Cluster, l
             ready = [worker for tier in ("prefill", "decode") for worker in pair.workers(tier)]
             assert [(worker.worker_id, worker.tier) for worker in ready] == [(left, "decode")]
     assert pair.metric(router, "pdserve_request_outcomes_total", outcome="failed") == 0
-    pair.wait_tiers(prefill=1, decode=1, timeout_s=90)
+    pair.wait_tiers(prefill=1, decode=1, timeout_s=READY_S)
     pair.wait_idle()
 
 

@@ -18,7 +18,7 @@ from pdserve.cli.router_client import get_model
 from pdserve.cli.status import ClusterStatus
 from tests.chaos.test_drain import restarted
 from tests.chaos.test_router_lost import EVENT, FIELDS, body_of, by_choice, is_ready, start_router, whole
-from tests.support.cluster import Cluster, free_port, running_cluster
+from tests.support.cluster import READY_S, Cluster, free_port, running_cluster
 from tests.support.depth import IS_FULL
 
 pytestmark = [
@@ -125,7 +125,7 @@ class SecondRouter:
     async def start(self) -> None:
         """Returns when it is ready."""
         self._process = await start_router(self._cluster, self._directory, self._port)
-        await self._cluster.until_async(lambda: is_ready(self.url), "the other router is ready", timeout_s=60)
+        await self._cluster.until_async(lambda: is_ready(self.url), "the other router is ready", timeout_s=READY_S)
 
     async def stop(self) -> None:
         """Sends SIGTERM, and returns when it has ended by itself."""
@@ -152,7 +152,7 @@ async def restart_router(cluster: Cluster) -> None:
         router = cluster.processes().get("router")
         return router is not None and router != ended and is_ready(cluster.base_url)
 
-    await cluster.until_async(is_back, "the router is back", timeout_s=60)
+    await cluster.until_async(is_back, "the router is back", timeout_s=READY_S)
 
 
 async def test_a_rolling_restart_of_every_process_loses_no_token(resumable: Cluster, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ async def test_a_rolling_restart_of_every_process_loses_no_token(resumable: Clus
             def has_started() -> bool:
                 return any(client.has_started_at(url) for client in clients if client.is_long)
 
-            await resumable.until_async(has_started, f"a stream has begun at {url}", timeout_s=90)
+            await resumable.until_async(has_started, f"a stream has begun at {url}", timeout_s=READY_S)
 
         def is_idle() -> bool:
             status = get_model(second, "/v1/cluster", ClusterStatus).router

@@ -17,13 +17,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.cluster import MODEL, Cluster, free_port
+from tests.support.cluster import MODEL, READY_S, Cluster, free_port
 from tests.support.depth import IS_FULL
 from tests.support.prefill_gate import PrefillGate
 
 pytestmark = [
     pytest.mark.skipif(not IS_FULL, reason="starts another router: `make test-all ARGS=chaos` runs it"),
-    pytest.mark.timeout(300),
 ]
 
 #: Everything that decides about later tokens by earlier ones.
@@ -63,7 +62,7 @@ async def another_router(cluster: Cluster, directory: Path) -> AsyncIterator[str
     process = await start_router(cluster, directory, port)
     url = f"http://127.0.0.1:{port}"
     try:
-        await cluster.until_async(lambda: is_ready(url), "the other router is ready", timeout_s=60)
+        await cluster.until_async(lambda: is_ready(url), "the other router is ready", timeout_s=READY_S)
         yield url
     finally:
         process.terminate()
@@ -145,7 +144,7 @@ async def test_streams_of_a_killed_router_go_on_at_another_one_with_the_same_byt
         for mine, theirs in zip(joined, undisturbed, strict=True):
             assert by_choice(mine) == by_choice(theirs)
         # And once more at the router that has been restarted, from Redis alone.
-        await fragile.until_async(lambda: is_ready(fragile.base_url), "the router is back", timeout_s=60)
+        await fragile.until_async(lambda: is_ready(fragile.base_url), "the router is back", timeout_s=READY_S)
         assert [await reader.resume(fragile.base_url) for reader in readers] == joined
 
 
@@ -174,5 +173,5 @@ async def test_workers_free_what_a_killed_router_had_reserved(
             fragile.kill("router")
             with pytest.raises(aiohttp.ClientError):
                 await reader
-            await fragile.until_async(are_free, "the workers have freed the blocks", timeout_s=15)
+            await fragile.until_async(are_free, "the workers have freed the blocks")
         assert await whole(http, other, body)

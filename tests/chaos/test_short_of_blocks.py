@@ -13,7 +13,6 @@ from tests.support.cluster import Cluster, running_cluster
 from tests.support.depth import IS_FULL
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not IS_FULL, reason="takes half a minute: `make test-all ARGS=chaos` runs it"),
 ]
 

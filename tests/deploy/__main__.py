@@ -1,71 +1,68 @@
-"""`make test-deploy`: the tests marked `deploy`, which need programs that `make test` does without."""
+"""`make test-deploy`: the tests marked `deploy`, which need programs that `make test` does without.
+
+`--ci` chooses those that `.ci/run` runs: what a change breaks most, at a price worth paying each time.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
 from tests.deploy.engine import why_no_engine
+from tests.support.lanes import Command, Run, run_lanes
+from tests.support.outcomes import Outcome
 
 #: For one test with what it prepares; the first one with containers builds the images.
 _TIMEOUT_S = 1200
-#: More failures than this are a fault and no stall.
-_MAX_REPEATED = 3
+_OPTIONS = ("--timeout", str(_TIMEOUT_S))
 _WITH_CONTAINERS = {"test_images.py", "test_stack.py"}
+#: What `--ci` stands for.
+_CI = (
+    *("-m", "deploy and not nightly"),
+    "tests/deploy/test_images.py",
+    "tests/deploy/test_stack.py",
+    "tests/deploy/test_kubernetes_commands.py",
+    "tests/deploy/test_wheel.py",
+    "tests/deploy/test_console.py",
+    "tests/deploy/test_console_keys.py",
+    "tests/deploy/test_reference_page.py",
+)
 
 
-@dataclass(eq=False)  # pytest keeps plugins in sets.
-class Outcomes:
-    """Which files had a test that passed, which tests failed, and why tests were skipped."""
-
-    passed: set[str] = field(default_factory=set)
-    failed: list[str] = field(default_factory=list)
-    #: Tests that failed at first, and passed when they were repeated.
-    repeated: list[str] = field(default_factory=list)
-    skipped: Counter[str] = field(default_factory=Counter)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A hook of pytest, called for each phase of each test."""
-        if report.passed and report.when == "call":
-            self.passed.add(Path(report.fspath).name)
-        if report.failed and report.nodeid not in self.failed:
-            self.failed.append(report.nodeid)
-        if report.skipped and isinstance(report.longrepr, tuple):
-            self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
-
-    def verdict(self, no_engine: str) -> str:
-        """The last line of a run. `no_engine`: why there is none; empty: there is one."""
-        skipped = [f"{count} skipped: {reason}" for reason, count in self.skipped.items()]
-        repeated = [f"passed only when repeated: {name}" for name in self.repeated]
-        if self.passed >= _WITH_CONTAINERS:
-            notes = "; ".join(skipped + repeated)
-            return f"deploy: run ({notes})" if notes else "deploy: run"
-        reason = no_engine or "; ".join(skipped) or "no container was asked for"
-        return f"deploy: skipped ({'; '.join([reason, 'what needs none has run', *repeated])})"
+def verdict(outcomes: Sequence[Outcome], repeated: Sequence[str], no_engine: str) -> str:
+    """The last line of a run. `no_engine`: why there is none; empty: there is one."""
+    passed = {each.test.split("::")[0].rpartition("/")[2] for each in outcomes if each.outcome == "passed"}
+    counts = Counter(each.message for each in outcomes if each.outcome == "skipped")
+    skipped = [f"{count} skipped: {reason}" for reason, count in counts.items()]
+    again = [f"passed only when repeated: {name}" for name in repeated]
+    if passed >= _WITH_CONTAINERS:
+        notes = "; ".join(skipped + again)
+        return f"deploy: run ({notes})" if notes else "deploy: run"
+    reason = no_engine or "; ".join(skipped) or "no container was asked for"
+    return f"deploy: skipped ({'; '.join([reason, 'what needs none has run', *again])})"
 
 
-def main(arguments: list[str]) -> int:
+def _succeeded(run: Run) -> bool:
+    return run.succeeded or all(each.exit_status in (0, pytest.ExitCode.NO_TESTS_COLLECTED) for each in run.ended)
+
+
+def main(arguments: Sequence[str]) -> int:
     """Runs pytest with these arguments, by default all tests marked `deploy`. Returns the exit status.
 
-    Up to three tests that failed are repeated, since the grace times and deadlines of whole deployments are real time,
-    and a shared machine can stall for seconds. The last line names those that needed it, and says whether containers
-    were run.
+    What may be repeated is what `make test` would repeat. The last line names it, and says whether containers were run.
     """
-    outcomes = Outcomes()
-    options = ["-m", "deploy", "--timeout", str(_TIMEOUT_S), "--durations", "15"]
-    status = pytest.main([*options, *(arguments or ["tests"])], plugins=[outcomes])
-    failed = outcomes.failed.copy()
-    if status == pytest.ExitCode.TESTS_FAILED and len(failed) <= _MAX_REPEATED:
-        print(f"Repeating what failed: {', '.join(failed)}", flush=True)
-        outcomes.failed.clear()
-        status = pytest.main([*options, *failed], plugins=[outcomes])
-        outcomes.repeated = [name for name in failed if name not in outcomes.failed]
-    print(outcomes.verdict(why_no_engine()))
-    return 0 if status == pytest.ExitCode.NO_TESTS_COLLECTED else int(status)
+    chosen = _CI if list(arguments) == ["--ci"] else arguments or ["tests"]
+    command = Command(
+        arguments=("pytest", "-m", "deploy", *_OPTIONS, "--durations=50", *chosen),
+        repeat_options=_OPTIONS,
+    )
+    run = run_lanes({"deploy": (command,)})
+    [ended] = run.ended
+    print(verdict(ended.outcomes, run.repeated, why_no_engine()))
+    return 0 if _succeeded(run) else 1
 
 
 if __name__ == "__main__":

@@ -178,6 +178,7 @@ async def test_what_the_base_starts_wants_a_key_and_answers_operators_and_promet
                     assert tls.recv(1) == b""
 
 
+@pytest.mark.nightly
 async def test_a_release_with_another_kv_layout_takes_over_without_losing_an_answer(tmp_path: Path) -> None:
     async with node_with_the_model(tmp_path) as node:
         (node.models / "smollm2-135m-instruct-next").symlink_to(node.models / "smollm2-135m-instruct")

@@ -283,6 +283,7 @@ def test_after_a_killed_pause_container_the_workers_come_back_to_its_namespaces(
     _settle(stack)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
 def test_a_tier_is_scaled_up_and_down_under_load_without_an_error(stack: Stack, tier: str) -> None:
     load = stack.load(max_tokens=tokens_for(ANSWER_S, stack.load(max_tokens=96), clients=CLIENTS))

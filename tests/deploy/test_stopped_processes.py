@@ -13,7 +13,7 @@ import pytest
 from tests.support.cluster import MODEL, Cluster, running_cluster
 from tests.support.lazily import openai
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.deploy
 
 #: Silence after which the router gives a worker up.
 SILENCE_S = 3

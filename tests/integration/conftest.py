@@ -1,4 +1,4 @@
-"""The clusters that integration tests share, each started once, and the leak check after every test."""
+"""The clusters and the Redis that integration tests share, each started once, and the leak check after every test."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import pytest
 
 from tests.support.cluster import Cluster, Footprint, running_cluster
 from tests.support.default_model import EXACT_DTYPE, model_for_depth
+from tests.support.redis import redis_server, shared_redis
+
+__all__ = ["redis_server", "shared_redis"]
 
 #: The caches are just large enough for the longest context of the whole model in float32.
 _FLAGS = ("--dtype", EXACT_DTYPE, "--kv-cache-memory", "384MiB", "--trust-request-chat-template")

@@ -17,8 +17,8 @@ from typing import Any
 
 import aiohttp
 
-#: Upper bound of a wait; a test that reaches it hangs.
-DEADLINE_S = 30.0
+from tests.support.deadline import DEADLINE_S
+
 _FLAGS = (
     "--headless",
     "--no-sandbox",

@@ -26,11 +26,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.cli.router_client import get_model
 from pdserve.cli.status import ClusterStatus, WorkerStatus
+from tests.support.deadline import DEADLINE_S
 from tests.support.lazily import anthropic, ollama, openai
 
 MODEL = "smollm2-135m-instruct"
 READY_S = 180.0
-SETTLE_S = 20.0
+SETTLE_S = DEADLINE_S
 #: Interval of polling for states that send no notification.
 _POLL_INTERVAL_S = 0.05
 
@@ -199,7 +200,7 @@ class Cluster:
         """Returns once all blocks, leases and requests are released; fails after `timeout_s`."""
         self.until(self.is_idle, "all blocks, leases and requests are released", timeout_s=timeout_s)
 
-    def wait_tiers(self, *, prefill: int, decode: int, timeout_s: float = 60.0) -> None:
+    def wait_tiers(self, *, prefill: int, decode: int, timeout_s: float = 2 * SETTLE_S) -> None:
         """Returns once exactly these numbers of workers are ready."""
         self.until(
             lambda: (len(self.workers("prefill")), len(self.workers("decode"))) == (prefill, decode),

@@ -38,5 +38,8 @@ two_gpus = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, r
 
 
 def keep_busy() -> None:
-    """Occupies the device for some hundredths of a second, or if simulated, until the host waits for it."""
-    torch.cuda._sleep(50_000_000)
+    """Occupies the device for about a quarter of a second, or if simulated, until the host waits for it.
+
+    What a call does at its first use (memory that is pinned, modules that are loaded) can take longer: use it before.
+    """
+    torch.cuda._sleep(500_000_000)

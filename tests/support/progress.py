@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+#: The end of what a test printed or logged.
+_MAX_CAPTURED = 4000
+
 
 class FailuresAtOnce:
     """Writes each failure's report when it comes in; pytest alone would wait for the end of the run."""
@@ -19,6 +22,9 @@ class FailuresAtOnce:
         terminal.ensure_newline()
         terminal.write_sep("_", f"{report.nodeid} failed ({report.when})", red=True)
         terminal.write_line(report.longreprtext)
+        for title, text in report.sections:
+            terminal.write_sep("-", title)
+            terminal.write_line(text[-_MAX_CAPTURED:])
         terminal.write_line(f"Repeat it: make test ARGS='{report.nodeid}'", red=True)
 
     def pytest_sessionfinish(self) -> None:

@@ -1,26 +1,89 @@
-"""A real Redis for tests: `from tests.support.redis import redis_server` in a conftest makes the fixture available."""
+"""A real Redis for tests, and how tests wait for what happens in it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Protocol
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, NoReturn, Protocol
 
 import pytest
+import redis
 
 from pdserve.base.tasks import service_group
 from pdserve.cli.private_redis import PrivateRedis
+from tests.support.deadline import DEADLINE_S
 
-#: Upper bound of a wait; a test that reaches it hangs. On a busy machine, processes may wait for seconds to run.
-DEADLINE_S = 60.0
+
+class SharedRedis(PrivateRedis):
+    """A Redis that one pytest process starts once for its tests, one after the other. None of them may stop it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._server: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[SharedRedis]:
+        """Runs the server during the block, outside of any event loop: each test has its own."""
+        self._directory.mkdir(mode=0o700)
+        self._server = subprocess.Popen(self._argv(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + DEADLINE_S
+            while not self._socket.exists():
+                assert self._server.poll() is None, f"redis-server ended with {self._server.returncode}"
+                assert time.monotonic() < deadline, f"did not happen within {DEADLINE_S:g} s: Redis listens"
+                time.sleep(0.01)
+            yield self
+        finally:
+            self._server.terminate()
+            self._server.wait()
+            self._clean_up()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Lends the server to one test: empty, without scripts, and with settings that have to stay as they are."""
+        with redis.Redis(unix_socket_path=str(self._socket)) as connection:
+            connection.flushall()
+            connection.script_flush()
+            before: Any = connection.config_get()
+            yield
+            after: Any = connection.config_get()
+            changed = {name for name in before if before[name] != after.get(name)}
+            assert not changed, f"the test has changed {changed} of the shared Redis: mark it own_redis"
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._server is None else self._server.pid
+
+    async def start(self) -> NoReturn:
+        raise AssertionError("other tests share this Redis: mark a test that starts or stops it with own_redis")
+
+    async def stop(self, *, kill: bool = False) -> NoReturn:
+        await self.start()
+
+
+@pytest.fixture(scope="session")
+def shared_redis() -> Iterator[SharedRedis]:
+    """The Redis of this process."""
+    with SharedRedis().running() as server:
+        yield server
 
 
 @pytest.fixture
-async def redis_server() -> AsyncIterator[PrivateRedis]:
-    """A private Redis on a Unix socket; `stop`, `start` and `restart` lose its data and keep its URL."""
-    async with PrivateRedis() as server:
-        yield server
+async def redis_server(request: pytest.FixtureRequest) -> AsyncIterator[PrivateRedis]:
+    """An empty Redis on a Unix socket: the process's, or with the marker `own_redis` one of the test's own.
+
+    `stop`, `start` and `restart` of the test's own lose its data and keep its URL.
+    """
+    if request.node.get_closest_marker("own_redis"):
+        async with PrivateRedis() as server:
+            yield server
+        return
+    shared: SharedRedis = request.getfixturevalue("shared_redis")
+    with shared.lent():
+        yield shared
 
 
 @asynccontextmanager

@@ -6,6 +6,8 @@ import asyncio
 import math
 import time
 
+import pytest
+
 from pdserve.base.clock_skew import ClockSkew
 from pdserve.base.store import Store
 from pdserve.cli.private_redis import PrivateRedis
@@ -20,6 +22,7 @@ async def test_a_clock_that_is_ahead_has_a_positive_skew(worker_store: Store) ->
     assert abs(skew.seconds - 100) < 1
 
 
+@pytest.mark.own_redis
 async def test_measuring_goes_on_after_redis_was_away(worker_store: Store, redis_server: PrivateRedis) -> None:
     skew = ClockSkew(worker_store, interval_s=0.01)
     await redis_server.stop()

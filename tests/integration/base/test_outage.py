@@ -22,8 +22,9 @@ from pdserve.base.workers import WorkerRecord
 from pdserve.cli.private_redis import PrivateRedis
 from router_svc.records.request_state import RequestProgress, RequestState
 from router_svc.records.request_store import RequestStore
+from tests.support.deadline import DEADLINE_S
 from tests.support.records import block_hashes, worker_record
-from tests.support.redis import DEADLINE_S, eventually, running, until
+from tests.support.redis import eventually, running, until
 
 WORKERS = [worker_record("decode-0", epoch=11), worker_record("decode-1", epoch=12)]
 HASHES = block_hashes(60)
@@ -82,6 +83,7 @@ async def cluster(url: str, *, timeout_s: float = 0.5) -> AsyncIterator[Cluster]
             yield Cluster(workers, directory, mirror, requests, router_store)
 
 
+@pytest.mark.own_redis
 @pytest.mark.parametrize("seed", range(3))
 async def test_everything_recovers_from_outages_of_redis(redis_server: PrivateRedis, seed: int) -> None:
     rng = random.Random(seed)
@@ -109,6 +111,7 @@ async def test_everything_recovers_from_outages_of_redis(redis_server: PrivateRe
             await eventually(lambda number=outage: _is_cancelled(all_users.requests, f"request-{number}"))
 
 
+@pytest.mark.own_redis
 async def test_everything_stops_while_redis_is_gone(redis_server: PrivateRedis) -> None:
     """A fixture verifies that no task and no socket stays behind."""
     async with cluster(redis_server.url) as all_users:
@@ -119,6 +122,7 @@ async def test_everything_stops_while_redis_is_gone(redis_server: PrivateRedis) 
         await until(all_users.mirror, lambda: all_users.mirror.degraded)
 
 
+@pytest.mark.own_redis
 async def test_everything_stops_while_redis_hangs(redis_server: PrivateRedis) -> None:
     assert redis_server.pid is not None
     try:

@@ -67,6 +67,7 @@ async def use(store: Store) -> None:
     assert memory.used_bytes
 
 
+@pytest.mark.own_redis
 async def test_a_user_needs_the_documented_rights_only(tmp_path: Path) -> None:
     async with redis_process(tmp_path) as server, Store(server.url) as admin:
         await admin.call("ACL", "SETUSER", "pdserve", "on", ">se:cret", *RIGHTS)
@@ -83,6 +84,7 @@ async def test_a_user_needs_the_documented_rights_only(tmp_path: Path) -> None:
             assert "wrong" not in store.address
 
 
+@pytest.mark.own_redis
 async def test_a_password_in_a_file_is_read_for_each_connection(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

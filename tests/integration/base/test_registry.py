@@ -84,6 +84,7 @@ async def test_heartbeats_carry_the_load_and_renew_the_expiry_of_the_record(
         await eventually(lambda: _expires(router_store))
 
 
+@pytest.mark.own_redis
 async def test_known_workers_survive_a_redis_outage_and_register_again(
     redis_server: PrivateRedis, worker_store: Store, router_store: Store
 ) -> None:
@@ -110,6 +111,7 @@ async def test_known_workers_survive_a_redis_outage_and_register_again(
     assert directory.failures > 0
 
 
+@pytest.mark.own_redis
 async def test_a_silent_restart_of_redis_does_not_empty_the_directory(
     redis_server: PrivateRedis, worker_store: Store, router_store: Store
 ) -> None:
@@ -175,6 +177,7 @@ async def test_a_worker_that_only_appeared_dead_returns_with_its_next_heartbeat(
         assert ids(directory) == ["decode-0"]
 
 
+@pytest.mark.own_redis
 async def test_a_worker_that_appeared_dead_is_tried_again_after_seconds_while_redis_is_away(
     redis_server: PrivateRedis, worker_store: Store, router_store: Store
 ) -> None:

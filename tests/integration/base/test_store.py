@@ -14,6 +14,7 @@ from pdserve.cli.private_redis import PrivateRedis, free_port
 from tests.support.redis import eventually
 
 
+@pytest.mark.own_redis
 async def test_a_store_opens_without_redis_and_finds_it_later(redis_server: PrivateRedis) -> None:
     await redis_server.stop()
     reasons: list[str | None] = []
@@ -29,6 +30,7 @@ async def test_a_store_opens_without_redis_and_finds_it_later(redis_server: Priv
     assert reasons == [f"Redis at {store.address} cannot be used", None]
 
 
+@pytest.mark.own_redis
 async def test_a_restart_is_noticed_even_between_two_calls(redis_server: PrivateRedis) -> None:
     """The first call fails rather than silently reconnect, since callers rely on stored data."""
     async with Store(redis_server.url) as store:
@@ -41,6 +43,7 @@ async def test_a_restart_is_noticed_even_between_two_calls(redis_server: Private
         assert await store.call("GET", "key") is None
 
 
+@pytest.mark.own_redis
 async def test_a_hanging_redis_is_an_error_after_the_timeout(redis_server: PrivateRedis) -> None:
     async with Store(redis_server.url, timeout_s=0.2) as store:
         assert redis_server.pid is not None
@@ -101,6 +104,7 @@ async def test_concurrent_calls_get_their_own_replies(redis_server: PrivateRedis
         assert answers == [str(number).encode() for number in range(20)]
 
 
+@pytest.mark.own_redis
 async def test_after_one_failure_all_old_connections_are_closed(redis_server: PrivateRedis) -> None:
     async with Store(redis_server.url, timeout_s=10) as store:
         await asyncio.gather(*(store.call("BLPOP", "queue", "0.01") for _ in range(4)))
@@ -117,6 +121,7 @@ async def test_a_closed_store_refuses(redis_server: PrivateRedis) -> None:
         await store.call("PING")
 
 
+@pytest.mark.own_redis
 async def test_a_private_redis_on_tcp_restarts_on_its_port_and_leaves_no_directory() -> None:
     async with PrivateRedis(port=free_port()) as server, Store(server.url) as store:
         url = server.url

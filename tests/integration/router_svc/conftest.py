@@ -28,12 +28,13 @@ from router_svc.service import Router
 from router_svc.state.opening import opened_state
 from tests.integration.router_svc.fake_workers import FakeWorker, fake_worker
 from tests.integration.router_svc.script import CallLog, Script
+from tests.support.deadline import DEADLINE_S
 from tests.support.lazily import openai
 from tests.support.own_task import in_own_task
-from tests.support.redis import eventually, redis_server, until
+from tests.support.redis import eventually, until
 from tests.support.tiny_model import NAME, model_dir
 
-__all__ = ["model_dir", "redis_server"]
+__all__ = ["model_dir"]
 
 
 TWO_OF_EACH: dict[str, Tier] = {
@@ -64,7 +65,7 @@ class ScriptedCluster:
 
     def client(self) -> openai.AsyncOpenAI:
         """OpenAI's client without retries. The caller closes it."""
-        return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=20)
+        return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
 
     async def complete(self, **fields: object) -> tuple[int, dict[str, Any]]:
         """Status and JSON of a completion that is not streamed."""
@@ -75,7 +76,8 @@ class ScriptedCluster:
         body = {"model": NAME, "prompt": "Say hello", "max_tokens": 50, "stream": True} | fields
         async with self.http.post(f"{self.base_url}/v1/completions", json=body) as response:
             assert response.status == 200, await response.text()
-            lines = [line.decode() async for line in response.content if line.strip()]
+            # Comments keep the stream open.
+            lines = [line.decode() async for line in response.content if line.strip() and not line.startswith(b":")]
         assert lines[-1].strip() == "data: [DONE]"
         events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
         choices = [choice for event in events for choice in event.get("choices", [])]
@@ -152,8 +154,8 @@ async def open_cluster(
         "port": 0,
         "local_prefill_threshold": 0,
         "prefill_expected": 1 if "prefill" in tiers.values() else 0,
-        "reserve_timeout_s": 5.0,
-        "token_timeout_s": 5.0,
+        "reserve_timeout_s": DEADLINE_S,
+        "token_timeout_s": DEADLINE_S,
     }
     config = RouterConfig(**(defaults | settings))
     calls = CallLog(script or Script())

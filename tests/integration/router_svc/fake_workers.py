@@ -28,6 +28,7 @@ from pdserve.base.wire import error_to_wire, tokens_to_wire
 from pdserve.base.workers import Tier, WorkerLoad, WorkerRecord
 from pdserve.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.integration.router_svc.script import CallLog, Context, Left, Vanished
+from tests.support.deadline import DEADLINE_S
 from tests.support.records import LAYOUT
 from tests.support.tiny_model import MAX_POSITIONS, NAME
 
@@ -101,7 +102,7 @@ class _DecodeSession:
             if script.says_end:
                 return
             # As with real workers, the router ends the stream.
-            await asyncio.wait((commands,), timeout=2)
+            await asyncio.wait((commands,), timeout=DEADLINE_S)
 
     async def _send_tokens(self) -> None:
         script, sampling = self._calls.script, self._start.sampling
@@ -127,7 +128,7 @@ class _DecodeSession:
         moving = "/moving" if self._start.is_moving else ""
         transfer_id = f"{self._start.ref.request_id}/{self._attempt}{moving}".encode()
         self._calls.commits[transfer_id] = self._ready
-        ticket = decode_pb2.Ticket(transfer_id=transfer_id, attempt=self._attempt, lease_s=LEASE_S)
+        ticket = decode_pb2.Ticket(transfer_id=transfer_id, attempt=self._attempt, lease_s=self._calls.script.lease_s)
         granted = decode_pb2.TicketGranted(ticket=ticket, reserve_s=0.125)
         await self._stream.write(decode_pb2.DecodeResponse(ticket=granted))
 
@@ -165,10 +166,6 @@ class _DecodeSession:
 
 def _failure(error: PdserveError) -> decode_pb2.DecodeResponse:
     return decode_pb2.DecodeResponse(failed=error_to_wire(error))
-
-
-#: Lease of the fake tickets in seconds: short, so that a test notices silence.
-LEASE_S = 1.0
 
 
 class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):

@@ -18,7 +18,9 @@ from pdserve.base.streams import MessageStream
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.workers import Tier
 from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2
+from tests.support.deadline import DEADLINE_S
 from tests.support.tiny_model import END, tokens_of
+from tests.support.virtual_time import advance
 
 Context = grpc.aio.ServicerContext[Any, Any] | MessageStream[decode_pb2.DecodeRequest]
 #: A fault runs at its point in a call. It may raise or wait.
@@ -49,6 +51,16 @@ async def hang(_: Context) -> None:
     await asyncio.sleep(3600)
 
 
+def silent_for(seconds: float) -> Fault:
+    """The worker is alive and silent while so much time passes. Needs a test marked `advanced_time`."""
+
+    async def be_silent(context: Context) -> None:
+        advance(seconds)
+        await hang(context)
+
+    return be_silent
+
+
 def failing(error: PdserveError) -> Fault:
     """The worker answers with an error."""
 
@@ -71,6 +83,8 @@ class Script:
     faults: dict[str, deque[Fault | None]] = field(default_factory=lambda: defaultdict(deque))
     #: Decode workers say that they have sent everything, and close the stream at once.
     says_end: bool = False
+    #: Lease of tickets: long, unless a test is about a prefill worker that is silent for it.
+    lease_s: float = DEADLINE_S
     #: If set, decode workers send each message after the first token only when it is released.
     pace: asyncio.Semaphore | None = None
 
@@ -219,6 +233,6 @@ class CallLog:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Returns once the condition holds. Checks it at every change of the log."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 await self._changed.wait()

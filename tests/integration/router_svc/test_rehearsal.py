@@ -17,6 +17,7 @@ from router_svc import rehearsal as subject
 from router_svc.rehearsal import rehearsal
 from tests.integration.router_svc.conftest import open_cluster
 from tests.integration.router_svc.script import Fault, Script, failing, hang
+from tests.support.deadline import DEADLINE_S
 
 ONE_OF_EACH: dict[str, Tier] = {"prefill-0": "prefill", "decode-0": "decode"}
 
@@ -34,7 +35,7 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 
 async def reports_until_ready(supervisor: socket.socket) -> list[str]:
     reports: list[str] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(DEADLINE_S):
         while "READY=1" not in (reports[-1] if reports else ""):
             reports.append((await asyncio.get_running_loop().sock_recv(supervisor, 1000)).decode())
     return reports

@@ -19,6 +19,7 @@ from router_svc.request.output import ChoiceDelta
 from router_svc.request.stream import DeltaStream
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
 from tests.integration.router_svc.script import Context, hang
+from tests.support.deadline import DEADLINE_S
 from tests.support.redis import eventually
 from tests.support.tiny_model import NAME
 
@@ -229,6 +230,7 @@ async def test_traces_outlive_the_routers_memory(redis_server: PrivateRedis, mod
         assert (await cluster.get("/v1/requests/a%20b/trace"))[0] == 400
 
 
+@pytest.mark.own_redis
 async def test_serving_continues_while_redis_is_down(
     small_cluster: ScriptedCluster, redis_server: PrivateRedis
 ) -> None:
@@ -260,7 +262,7 @@ async def test_a_client_that_does_not_read_delays_only_its_own_request(
         await reads.wait()
         received.extend(deltas)
 
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         group.create_task(stream.write_to(write))
         await asyncio.sleep(0)
         putting = group.create_task(_put_all(stream))
@@ -344,7 +346,7 @@ async def test_the_process_serves_until_sigterm(redis_server: PrivateRedis, mode
     flags = ("--model", str(model_dir), "--redis-url", redis_server.url, "--port", "0", "--grpc-port", "0")
     process = await run_router(*flags, "--audit-log", str(tmp_path / "audit.log"))
     assert process.stderr is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_S):
         while b"router_listening" not in (line := await process.stderr.readline()):
             assert line
         address = dict(field.split("=", 1) for field in line.decode().split() if "=" in field)["http"]
@@ -378,7 +380,7 @@ def read(path: Path) -> list[str]:
 )
 async def test_an_error_at_start_is_one_line(model_dir: Path, flags: list[str], words: str) -> None:
     process = await run_router(*[str(model_dir) if flag == "MODEL" else flag for flag in flags])
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_S):
         _, error = await process.communicate()
     assert process.returncode == 1
     assert error.decode().splitlines()[-1].startswith(words)

@@ -43,11 +43,11 @@ from pdserve.worker.serve.worker import TierService, Worker
 from prefill_svc.config import PrefillConfig
 from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.service import PrefillService
+from tests.support.deadline import DEADLINE_S
 from tests.support.virtual_time import advance
 from worker_svc.service import RolesService
 
 ALWAYS_LOCAL = 2**32 - 1
-DEADLINE_S = 60.0
 #: Lease of tests that move the clock forward: long enough to be kept in time on a busy machine.
 LEASE_S = 10.0
 ROUTER = "router"

@@ -98,6 +98,7 @@ async def diagnosed(page: dict[str, Any], **settings: Any) -> list[Finding]:
     return findings
 
 
+@pytest.mark.own_redis
 async def test_a_dozen_planted_faults_are_found(
     model: Path, redis_server: PrivateRedis, few_files: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

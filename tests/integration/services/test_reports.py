@@ -23,10 +23,8 @@ from pdserve.worker.serve.worker import TierService, Worker
 from prefill_svc.config import PrefillConfig
 from prefill_svc.service import PrefillService
 from tests.integration.services.local_cluster import ROUTER, running_cluster, running_worker
-from tests.support.redis import redis_server
+from tests.support.deadline import DEADLINE_S
 from tests.unit.model.tiny import save_model
-
-__all__ = ["redis_server"]
 
 PROMPT = [(7 * position) % 90 + 3 for position in range(45)]
 
@@ -76,7 +74,7 @@ async def test_a_waiting_prompt_reports_its_cached_tokens(model: Path, monkeypat
                 ref=request.ref(), prompt_token_ids=request.prompt, sampling=sampling_to_wire(request.params)
             )
         )
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             progress = (await anext(aiter(call))).progress
         block_size = cluster.prefill.model.layout.block_size
         cached = len(PROMPT) // block_size * block_size

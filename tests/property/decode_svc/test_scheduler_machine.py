@@ -282,8 +282,8 @@ class TwoGroupsMachine(DecodeMachine):
     windows = WINDOWS
 
 
-TestDecodeScheduler = pytest.mark.timeout(300)(DecodeMachine.TestCase)
+TestDecodeScheduler = DecodeMachine.TestCase
 TestDecodeScheduler.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
 
-TestTwoGroups = pytest.mark.timeout(300)(TwoGroupsMachine.TestCase)
+TestTwoGroups = TwoGroupsMachine.TestCase
 TestTwoGroups.settings = settings(max_examples=200 if IS_FULL else 30, stateful_step_count=25, deadline=None)

@@ -195,8 +195,8 @@ class TwoGroupsMachine(PrefillMachine):
     windows = WINDOWS
 
 
-TestPrefillScheduler = pytest.mark.timeout(300)(PrefillMachine.TestCase)
+TestPrefillScheduler = PrefillMachine.TestCase
 TestPrefillScheduler.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
-TestTwoGroups = pytest.mark.timeout(300)(TwoGroupsMachine.TestCase)
+TestTwoGroups = TwoGroupsMachine.TestCase
 TestTwoGroups.settings = settings(max_examples=200 if IS_FULL else 10, stateful_step_count=25, deadline=None)

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 
 from pdserve.base.tasks import ServiceGroup, run_to_completion, service_group
+from tests.support.deadline import DEADLINE_S
 
 
 async def _forever(cancelled: list[str], name: str) -> None:
@@ -20,7 +21,7 @@ async def _forever(cancelled: list[str], name: str) -> None:
 
 async def test_leaving_the_block_cancels_and_awaits_every_task() -> None:
     cancelled: list[str] = []
-    async with asyncio.timeout(5), service_group() as group:
+    async with asyncio.timeout(DEADLINE_S), service_group() as group:
         for name in ("a", "b"):
             group.start(_forever(cancelled, name), name=name)
         await asyncio.sleep(0)
@@ -33,7 +34,7 @@ async def test_a_failing_task_ends_the_group_with_its_own_error() -> None:
 
     cancelled: list[str] = []
     with pytest.raises(ValueError, match="broken"):
-        async with asyncio.timeout(5), service_group() as group:
+        async with asyncio.timeout(DEADLINE_S), service_group() as group:
             group.start(_forever(cancelled, "a"), name="a")
             await asyncio.sleep(0)
             group.start(fail(), name="fail")
@@ -65,7 +66,7 @@ async def test_stop_ends_a_group_while_its_owner_waits() -> None:
         group.stop()
         group.stop()
 
-    async with asyncio.timeout(5), service_group() as group:
+    async with asyncio.timeout(DEADLINE_S), service_group() as group:
         group.start(stop_soon(group), name="stopper")
         await asyncio.Event().wait()
 
@@ -91,7 +92,7 @@ async def test_an_ending_group_reports_that_and_starts_nothing(end: str) -> None
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken") if "fails" in end else nullcontext():
-        async with asyncio.timeout(5), service_group() as group:
+        async with asyncio.timeout(DEADLINE_S), service_group() as group:
             group.start(look(group), name="look")
             await asyncio.sleep(0)
             assert not group.stopping
@@ -110,7 +111,7 @@ async def test_a_task_cancelled_before_its_first_turn_leaves_no_coroutine_behind
     cancelled: list[str] = []
     work = _forever(cancelled, "a")
     with pytest.raises(ValueError, match="broken"):
-        async with asyncio.timeout(5), service_group() as group:
+        async with asyncio.timeout(DEADLINE_S), service_group() as group:
             task = group.start(work, name="a")
             raise ValueError("broken")
     assert (task.cancelled(), cancelled) == (True, [])

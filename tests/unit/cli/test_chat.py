@@ -19,10 +19,10 @@ from pdserve.cli.__main__ import main
 from pdserve.cli.chat import cut_notice, one_shot_question, printable
 from pdserve.cli.chat_client import Answer
 from pdserve.cli.repetition import Repetition
+from tests.support.deadline import DEADLINE_S
 from tests.unit.cli.fake_router import FakeRouter, running
 
 MODELS = {"/v1/models": (200, {"object": "list", "data": [{"id": "tiny"}]})}
-DEADLINE_S = 20.0
 
 
 class Terminal(io.StringIO):

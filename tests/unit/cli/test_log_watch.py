@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.base import logs
 from pdserve.cli.log_watch import LineBudget, LogTail, warning_text, watched_logs
+from tests.support.deadline import DEADLINE_S
 
 TIME = "2026-01-02T03:04:05.678Z"
 
@@ -72,7 +73,7 @@ async def test_warnings_of_old_and_new_files_arrive(tmp_path: Path) -> None:
         with old.open("a") as log:
             log.write(f"{TIME} INFO    fine\n{TIME} WARNING hot\n")
         new.write_text(f"{TIME} ERROR   broken\n")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             assert {await seen.get(), await seen.get()} == {("old", "warning: hot"), ("new", "error: broken")}
     assert seen.empty()
 

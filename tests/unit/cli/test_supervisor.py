@@ -26,10 +26,10 @@ from pdserve.cli.supervisor.spec import (
     Stopped,
 )
 from pdserve.cli.supervisor.supervisor import supervising
+from tests.support.deadline import DEADLINE_S
 
 FAKE_SERVICE = str(Path(__file__).with_name("fake_service.py"))
 FAKE_UP = str(Path(__file__).with_name("fake_up.py"))
-DEADLINE_S = 20.0
 AT_ONCE = BackoffPolicy(first_s=0.01, max_s=0.01)
 
 

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli.private_redis import free_port
+from tests.support.deadline import DEADLINE_S
 from tests.unit.cli.fake_services import set_steps, with_fake_services
-
-DEADLINE_S = 30.0
 
 
 class Up:

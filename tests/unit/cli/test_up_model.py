@@ -15,8 +15,7 @@ from pdserve.cli import prepare
 from pdserve.cli.cluster_plan import PreparedModel
 from pdserve.cli.stop_signals import finished_before
 from pdserve.cli.up_model import describe_progress, prepare_command, prepare_model
-
-DEADLINE_S = 20.0
+from tests.support.deadline import DEADLINE_S
 
 
 async def run(tmp_path: Path, code: str, seen: list[str] | None = None) -> PreparedModel:

@@ -17,6 +17,7 @@ from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.tasks import service_group
 from pdserve.v1 import common_pb2
 from pdserve.v1 import decode_pb2 as pb
+from tests.support.deadline import DEADLINE_S
 
 
 class Steps:
@@ -53,7 +54,7 @@ def catching_up(steps: Steps) -> CatchingUp:
 async def test_all_that_has_come_is_taken_in_between_the_same_two_steps() -> None:
     steps = Steps()
     known = catching_up(steps)
-    async with asyncio.timeout(10), service_group() as tasks:
+    async with asyncio.timeout(DEADLINE_S), service_group() as tasks:
         for first_index in (5, 6, 7):
             known.take(command(first_index), tasks)
         for expected in ([5, 6, 7], [8]):
@@ -69,7 +70,7 @@ async def test_an_error_ends_the_session() -> None:
     steps = Steps()
     steps.error = Diverged("other tokens")
     with pytest.raises(Diverged):
-        async with asyncio.timeout(10), service_group() as tasks:
+        async with asyncio.timeout(DEADLINE_S), service_group() as tasks:
             catching_up(steps).take(command(5), tasks)
             steps.between.put_nowait(None)
             await asyncio.Event().wait()

@@ -59,6 +59,7 @@ def test_a_batch_uploaded_to_a_busy_device_is_unchanged() -> None:
 def test_a_batch_is_uploaded_while_the_previous_step_runs() -> None:
     batches, seen = DeviceBatches(DEVICE, 10_000), []
     sampled = numbers(41, -1, 43).to(DEVICE)
+    batches.upload(decoding(3), token_ids=sampled).token_ids.clone()  # What the first use prepares would wait.
     there = batches.upload(decoding(3))
     torch.cuda.synchronize()
     keep_busy()

@@ -17,6 +17,7 @@ from pdserve.v1 import decode_pb2
 from tests.integration.kvtransfer.conftest import OpenTransport, StartWorker
 from tests.integration.kvtransfer.handover.worker import LAYOUT, NUM_BLOCKS, REQUEST, Memory, in_place, reservation
 from tests.integration.kvtransfer.processes import RemotePeer
+from tests.support.deadline import DEADLINE_S
 from tests.support.handover import push_all
 
 pytestmark = [
@@ -82,7 +83,7 @@ async def test_another_prefill_worker_fills_the_same_blocks_after_a_kill(
         assert await other.command(f"push {ticket_to_proto(fresh).SerializeToString().hex()} 5") == "pushed"
         commit_hex = await other.command("finish")
         commit = commit_from_proto(decode_pb2.CommitRequest.FromString(bytes.fromhex(commit_hex)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             received = await receiver.commit(commit)
         assert await other.command("committed") == f"finished {NUM_BLOCKS}"
         assert received.first_tokens == (7,)

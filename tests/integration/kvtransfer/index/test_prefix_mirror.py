@@ -101,6 +101,7 @@ async def test_the_stream_corrects_a_snapshot_taken_during_changes(worker_store:
             await until(mirror, lambda: equals_truth(mirror, a))
 
 
+@pytest.mark.own_redis
 async def test_lookups_continue_without_redis_and_the_mirror_catches_up_afterwards(
     redis_server: PrivateRedis, worker_store: Store, router_store: Store
 ) -> None:
@@ -124,6 +125,7 @@ async def test_lookups_continue_without_redis_and_the_mirror_catches_up_afterwar
         assert a.publisher.resyncs > 1
 
 
+@pytest.mark.own_redis
 async def test_blocks_are_published_again_after_each_quick_restart_of_redis(
     redis_server: PrivateRedis, worker_store: Store, router_store: Store
 ) -> None:
@@ -150,6 +152,7 @@ async def test_blocks_are_published_again_after_redis_was_emptied(worker_store: 
         await eventually(lambda: _published(router_store, a))
 
 
+@pytest.mark.own_redis
 async def test_a_redis_that_comes_back_with_older_data_is_corrected(
     redis_server: PrivateRedis, worker_store: Store, router_store: Store
 ) -> None:
@@ -166,6 +169,7 @@ async def test_a_redis_that_comes_back_with_older_data_is_corrected(
         await until(mirror, lambda: equals_truth(mirror, a) and not mirror.degraded)
 
 
+@pytest.mark.own_redis
 async def test_an_outage_seen_by_another_user_of_the_store_counts(
     redis_server: PrivateRedis, worker_store: Store, router_store: Store
 ) -> None:

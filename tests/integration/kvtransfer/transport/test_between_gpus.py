@@ -19,6 +19,7 @@ from kvtransfer.transport.torch_distributed.nccl import NcclLinks
 from kvtransfer.transport.torch_distributed.transport import TorchDistributedTransport
 from pdserve.base.errors import PeerLost
 from tests.integration.kvtransfer.memory import payload_of
+from tests.support.deadline import DEADLINE_S
 from tests.support.pretend_gpu import PretendGpu
 
 T = TypeVar("T")
@@ -170,7 +171,7 @@ async def test_a_hanging_abort_holds_only_transfers_on_the_gpu(
         for _ in range(5):
             await taken(gpu.launched)
     sender.disconnect(peer)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_S):
         for operation in (*sends[4:], *receives[4:]):  # These were never launched.
             with pytest.raises(PeerLost):
                 await operation
@@ -195,7 +196,7 @@ async def test_a_transfer_that_nccl_refused_fails_after_the_abort(
     await assert_waits(send)
     gpus[0].lets_abort.set()
     with pytest.raises(PeerLost, match="unhandled system error"):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             await send
     assert peer.closed
 

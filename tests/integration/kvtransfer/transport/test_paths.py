@@ -18,20 +18,24 @@ from kvtransfer.transport.memory_access import memory_access
 from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.host_identity import own_host_identity
 from tests.integration.kvtransfer.transport.path_sender import MIB, PAYLOAD
+from tests.support.deadline import DEADLINE_S
 
 #: Root needs no user namespace of its own to make others.
 _UNSHARE = ["unshare"] if os.geteuid() == 0 else ["unshare", "--user", "--map-current-user"]
+_SENDER = "tests.integration.kvtransfer.transport.path_sender"
 _OTHER_USER = ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups"]
 
 
 def permitted(*prefix: str) -> list[str]:
-    """The prefix of a command line; skips where this machine does not allow it."""
-    command = [*prefix, sys.executable, "-c", "pass"]
-    if (
-        shutil.which(prefix[0]) is None
-        or subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
-    ):
-        pytest.skip(f"this machine does not permit {' '.join(prefix)}")
+    """The prefix of a command line; skips where this machine does not allow it, or the sender cannot read its code."""
+    # All that the sender imports, of which some may lie where only its owner looks.
+    command = [*prefix, sys.executable, "-c", f"import {_SENDER}"]
+    if shutil.which(prefix[0]) is None:
+        pytest.skip(f"there is no {prefix[0]} here")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    if done.returncode:
+        why = done.stderr.strip().rpartition("\n")[2]
+        pytest.skip(f"this machine does not permit {' '.join(prefix)}: {why}")
     return list(prefix)
 
 
@@ -43,12 +47,12 @@ async def path_from(*prefix: str) -> str:
     own = DataEndpoint(host=own_host_identity(), lanes=transport.offered_lanes())
     receive = transport.post_receive(1, np.empty(MIB, np.uint8))
     process = await asyncio.create_subprocess_exec(
-        *(*prefix, sys.executable, "-m", "tests.integration.kvtransfer.transport.path_sender"),
+        *(*prefix, sys.executable, "-m", _SENDER),
         *(address.hex(), endpoint_to_proto(own).SerializeToString().hex()),
         stdout=asyncio.subprocess.PIPE,
     )
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_S):
             await receive
             assert (receive.buffer == PAYLOAD).all()
             output, _ = await process.communicate()

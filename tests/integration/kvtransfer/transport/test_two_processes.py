@@ -14,6 +14,7 @@ from pdserve.base.errors import PeerLost
 from tests.integration.kvtransfer.conftest import ON_TWO_GPUS, OpenTransport, StartPeer
 from tests.integration.kvtransfer.memory import Memory, payload_of
 from tests.integration.kvtransfer.processes import RemotePeer
+from tests.support.deadline import DEADLINE_S
 from tests.support.devices import two_gpus
 
 pytestmark = pytest.mark.parametrize("transport_name", ["ucx", "nccl", pytest.param(ON_TWO_GPUS, marks=two_gpus)])
@@ -39,7 +40,7 @@ async def assert_can_receive(transport: Transport, memory: Memory, other: Remote
     receives = [transport.post_receive(tags + i, memory.empty(MIB)) for i in range(16)]
     await other.command(f"send {here} {tags} 16 {MIB}")
     for receive in receives:
-        assert await within(10, receive)
+        assert await within(DEADLINE_S, receive)
         assert receive.error is None
         assert np.array_equal(memory.read(receive.buffer), payload_of(receive.tag, MIB))
 
@@ -83,7 +84,7 @@ async def test_a_receiver_killed_during_a_transfer_costs_only_messages_to_it(
     # After the disconnect the buffers are free, whether or not the transport noticed the death.
     transport.disconnect(to_victim)
     for send in sends:
-        assert await within(10, send)
+        assert await within(DEADLINE_S, send)
     assert isinstance(sends[-1].error, PeerLost)
 
     for tag in range(1, 4):
@@ -106,7 +107,7 @@ async def test_buffers_of_a_killed_sender_are_not_written_after_cancel(
     victim.say(f"send {here} 0 64 {MIB}")
     await receives[2]
     await victim.kill()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(DEADLINE_S):
         await transport.cancel(receives)
     assert all(receive.done for receive in receives)
     for receive in receives:
@@ -127,7 +128,7 @@ async def test_disconnecting_a_stopped_receiver_frees_its_buffers_and_blocks_no_
     assert not await within(0.2, sends[-1])
     transport.disconnect(to_stopped)
     for send in sends:
-        assert await within(10, send)
+        assert await within(DEADLINE_S, send)
         assert isinstance(send.error, PeerLost)
     to_survivor = await transport.connect(survivor.address)
     await survivor.command(f"receive 1 {MIB}")
@@ -147,9 +148,9 @@ async def test_one_sender_after_another_can_be_killed(
         first_tag = 10_000 * (round_number + 1)
         receives = [transport.post_receive(first_tag + i, memory.empty(MIB)) for i in range(200)]
         victim.say(f"send {here} {first_tag} 200 {MIB}")
-        assert await within(20, receives[round_number])
+        assert await within(DEADLINE_S, receives[round_number])
         await victim.kill()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             await transport.cancel(receives)
         await assert_can_receive(transport, memory, survivor, first_tag + 1000)
         assert (await transport.listen()).hex() == here

@@ -28,7 +28,7 @@ from router_svc.state.state_store import EventBatch, Stage
 from tests.integration.router_svc.api.conftest import TEMPLATE
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import ONE_OF_EACH
-from tests.integration.router_svc.script import hang
+from tests.integration.router_svc.script import Context, hang
 from tests.support.own_task import in_own_task
 from tests.support.redis import eventually
 from tests.support.tiny_model import END, NAME, tokens_of, write_model
@@ -389,15 +389,19 @@ async def test_a_response_that_is_adopted_is_charged_to_its_key(
     entry = {"id": "a", "tenant": "a", "sha256": hashlib.sha256(b"a").hexdigest(), "tokens_per_minute": 100_000}
     keys.write_text(json.dumps({"keys": [entry]}))
     headers = {"Authorization": "Bearer a"}
+    go_on = asyncio.Event()
+
+    async def wait(_: Context) -> None:
+        await go_on.wait()
+
     async with _opened(redis_server, tmp_path, state_url=state_url, api_keys_file=str(keys)) as cluster:
-        cluster.script.fail("decode_token", hang)
+        cluster.script.fail("decode_token", wait, wait)
         _, response = await cluster.post("/v1/responses", BODY, headers=headers)
         backend = _backend(cluster)
         key = record_key("a", response["id"])
         lost = backend.runs._runs[key]
         other = replace(lost.record, response=replace(lost.record.response, id="resp_other"))
         gone = replace(lost.record, response=replace(lost.record.response, id="resp_gone"), key_id="removed")
-        cluster.script.fail("decode_token", hang)
         for record in (other, gone):
             async with claiming(backend.stored.state, record_key("a", record.id)) as claim:
                 await backend.stored.create(record, holder=claim.holder)
@@ -412,8 +416,9 @@ async def test_a_response_that_is_adopted_is_charged_to_its_key(
         await _until_stage(cluster, record_key("a", "resp_gone"), Stage.ENDED)
         failed = await backend.stored.find("a", "resp_gone")
         assert json.loads(failed.response.body)["error"]["code"] == "invalid_prompt"
+        go_on.set()
         for record in (lost.record, other):
-            assert (await cluster.post(f"/v1/responses/{record.id}/cancel", headers=headers))[0] == 200
+            await _until_stage(cluster, record_key("a", record.id), Stage.ENDED)
 
 
 async def test_a_stream_that_is_resumed_stores_no_response_that_was_deleted(

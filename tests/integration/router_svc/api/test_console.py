@@ -11,12 +11,13 @@ import aiohttp
 
 from pdserve.cli.private_redis import PrivateRedis
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
+from tests.support.deadline import DEADLINE_S
 
 ONE_OF_EACH = {"prefill-0": "prefill", "decode-0": "decode"}
 
 
 async def first_state(response: aiohttp.ClientResponse) -> dict[str, Any]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(DEADLINE_S):
         event = await response.content.readuntil(b"\n\n")
     state: dict[str, Any] = json.loads(event.decode().split("data: ", 1)[1])["state"]
     return state

@@ -269,6 +269,7 @@ async def test_a_router_adopts_a_response_once_however_many_follow_it(stored: Sc
     async with stored.client() as client:
         await eventually(lambda: _status(client, "resp_lost", "completed"))
     assert len(stored.calls.decode_starts) == num_before + 1
+    assert (await stored.post(f"/v1/responses/{run.record.id}/cancel"))[0] == 200
 
 
 async def test_a_router_gives_up_what_another_one_has_claimed(

@@ -20,7 +20,8 @@ from pdserve.v1 import inference_pb2_grpc
 from router_svc.records.record import TracePhase
 from tests.integration.router_svc.conftest import ScriptedCluster, in_own_task, open_cluster
 from tests.integration.router_svc.script import failing, hang
-from tests.support.redis import DEADLINE_S, eventually
+from tests.support.deadline import DEADLINE_S
+from tests.support.redis import eventually
 from tests.support.tiny_model import NAME
 
 ONE_OF_EACH = {"prefill-0": "prefill", "decode-0": "decode"}
@@ -209,6 +210,7 @@ async def test_refused_requests_and_routers_without_keys_have_no_usage(
     ]
 
 
+@pytest.mark.own_redis
 async def test_an_unusable_query_or_redis_is_reported(locked: ScriptedCluster, redis_server: PrivateRedis) -> None:
     async def get(query: str) -> tuple[int, dict[str, Any]]:
         async with locked.http.get(f"{locked.base_url}/v1/usage{query}", headers=bearer("a1")) as response:

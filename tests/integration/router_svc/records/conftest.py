@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tests.support.redis import redis_server
 from tests.support.stores import nothing_left_behind, router_store
 
-__all__ = ["nothing_left_behind", "redis_server", "router_store"]
+__all__ = ["nothing_left_behind", "router_store"]

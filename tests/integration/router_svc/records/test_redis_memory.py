@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdserve.base.store import Store
 from pdserve.cli.private_redis import DEFAULT_MEMORY_BYTES, PrivateRedis
 from router_svc.records.metrics import RouterMetrics
@@ -15,6 +17,7 @@ def exported(memory: RedisMemory) -> dict[str, float]:
     return {each.name.split("_memory_")[1]: each.value for each in samples if "redis_memory" in each.name}
 
 
+@pytest.mark.own_redis
 async def test_what_redis_uses_and_may_use_is_exported_while_it_is_known(redis_server: PrivateRedis) -> None:
     """Fails if an old value stays, or if no limit is exported as a limit of 0."""
     async with Store(redis_server.url) as store:

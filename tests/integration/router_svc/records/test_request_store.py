@@ -124,6 +124,7 @@ async def test_a_refused_background_write_is_counted(router_store: Store) -> Non
     assert requests.dropped == 0
 
 
+@pytest.mark.own_redis
 async def test_without_redis_writes_are_queued_up_to_a_limit_and_written_later(
     redis_server: PrivateRedis, router_store: Store
 ) -> None:
@@ -150,6 +151,7 @@ async def test_without_redis_writes_are_queued_up_to_a_limit_and_written_later(
         await eventually(lambda: _is_kept(requests, onward))
 
 
+@pytest.mark.own_redis
 async def test_a_state_put_while_an_older_one_is_being_written_is_not_lost(redis_server: PrivateRedis) -> None:
     assert redis_server.pid is not None
     writing = asyncio.Event()

@@ -14,9 +14,7 @@ from pdserve.cli.private_redis import PrivateRedis
 from router_svc.records import usage_store
 from router_svc.records.usage import Account, Usage
 from router_svc.records.usage_store import UsageStore
-from tests.support.redis import eventually, redis_server, running
-
-__all__ = ["redis_server"]
+from tests.support.redis import eventually, running
 
 #: 2026-11-23, noon.
 NOON = 1795435200.0

@@ -24,10 +24,14 @@ from tests.integration.router_svc.request.support import (
     after_first_token,
     announce_keep_alives,
 )
-from tests.integration.router_svc.script import Context, Fault, failing, hang, leave, vanish
+from tests.integration.router_svc.script import Context, Fault, failing, hang, leave, silent_for, vanish
+from tests.support.deadline import DEADLINE_S
 from tests.support.redis import until
 from tests.support.tiny_model import END, NAME
 from tests.support.virtual_time import advance
+
+#: A limit that a test lets pass. No processor that is late by less looks like a silent worker.
+TIMEOUT_S = 30.0
 
 
 async def test_a_decode_worker_that_omits_tokens_is_replaced_by_one_that_has_them(cluster: ScriptedCluster) -> None:
@@ -226,23 +230,25 @@ async def test_a_decode_worker_that_lives_and_cannot_be_reached_is_given_up(
         directory = cluster.router.cluster.directory
         while directory.workers_of("decode")[0].stream_address != "127.0.0.1:1":
             await directory.wait_for_change()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             status, body = await cluster.complete()
         assert status == 503
         assert "decode-0" in body["error"]["message"]
 
 
+@pytest.mark.advanced_time
 async def test_a_decode_worker_that_dies_and_is_started_anew_each_time_is_waited_for(
     redis_server: PrivateRedis, model_dir: Path
 ) -> None:
     """Fails if a wait begins anew only behind an answer: a worker that is killed while it loads gives none."""
     tiers: dict[str, Tier] = {"prefill-0": "prefill", "decode-0": "decode"}
-    async with open_cluster(redis_server, model_dir, tiers, worker_return_timeout_s=1.0) as cluster:
+    async with open_cluster(redis_server, model_dir, tiers, worker_return_timeout_s=TIMEOUT_S) as cluster:
         worker = cluster.workers["decode-0"]
 
         async def start_anew(context: Context) -> None:
             worker.record = replace(worker.record, epoch=new_epoch())
             worker.registrar.announce()
+            advance(TIMEOUT_S / 3)
             await vanish(context)
 
         cluster.script.fail("decode", *[start_anew] * 5)
@@ -296,28 +302,30 @@ async def test_a_stream_waits_for_capacity_from_its_last_loss_on(redis_server: P
         assert text == TEXT
 
 
+@pytest.mark.advanced_time
 async def test_a_decode_worker_that_never_grants_a_ticket_is_replaced(
     redis_server: PrivateRedis, model_dir: Path
 ) -> None:
-    async with open_cluster(redis_server, model_dir, TWO_OF_EACH, reserve_timeout_s=0.3) as cluster:
-        cluster.script.fail("decode_ticket", hang)
+    async with open_cluster(redis_server, model_dir, TWO_OF_EACH, reserve_timeout_s=TIMEOUT_S) as cluster:
+        cluster.script.fail("decode_ticket", silent_for(TIMEOUT_S))
         text, _ = await cluster.stream()
         assert text == TEXT
         assert len(cluster.calls.decode_starts) == 2
         assert len(cluster.calls.prefills) == 1, "a decode worker without blocks keeps no prefill worker idle"
 
 
+@pytest.mark.advanced_time
 @pytest.mark.parametrize("point", ["decode", "decode_ticket", "decode_started"])
 async def test_silence_before_decoding_is_noticed_by_the_missing_keep_alives(
     redis_server: PrivateRedis, model_dir: Path, point: str
 ) -> None:
     async with open_cluster(
-        redis_server, model_dir, TWO_OF_EACH, silence_timeout_s=0.3, reserve_timeout_s=600, token_timeout_s=600
+        redis_server, model_dir, TWO_OF_EACH, silence_timeout_s=TIMEOUT_S, reserve_timeout_s=600, token_timeout_s=600
     ) as cluster:
         await announce_keep_alives(cluster)
         for worker in cluster.workers.values():
             worker.registrar._heartbeat_s = 1e9
-        cluster.script.fail(point, hang)
+        cluster.script.fail(point, silent_for(TIMEOUT_S))
         text, _ = await cluster.stream()
         assert text == TEXT
         assert len(cluster.calls.decode_starts) == 2
@@ -359,9 +367,10 @@ async def end_early(context: Context) -> None:
     await hang(context)
 
 
+@pytest.mark.advanced_time
 async def test_a_decode_worker_that_falls_silent_is_replaced(redis_server: PrivateRedis, model_dir: Path) -> None:
-    async with open_cluster(redis_server, model_dir, TWO_OF_EACH, token_timeout_s=0.3) as cluster:
-        cluster.script.fail("decode_token", None, after_first_token(cluster, hang))
+    async with open_cluster(redis_server, model_dir, TWO_OF_EACH, token_timeout_s=TIMEOUT_S) as cluster:
+        cluster.script.fail("decode_token", None, after_first_token(cluster, silent_for(TIMEOUT_S)))
         text, _ = await cluster.stream()
         assert text == TEXT
         [retry] = (await cluster.only_trace())["retries"]

@@ -21,6 +21,7 @@ from tests.integration.router_svc.script import Context, Fault, hang, vanish
 from tests.support.lazily import openai
 from tests.support.redis import eventually
 from tests.support.tiny_model import NAME
+from tests.support.virtual_time import advance
 
 #: Points of a request's calls, in order: reserving, queued, each chunk, before and after the commit, decoding.
 POINTS = (
@@ -37,6 +38,8 @@ POINTS = (
     "decode_token",
 )
 ID = "my-request"
+#: Time of requests whose tests let it pass. What else the clock of a test has to outlast is longer.
+TIMEOUT_S = 30.0
 
 
 def reaching(reached: asyncio.Event) -> Fault:
@@ -117,6 +120,7 @@ async def test_a_request_is_cancelled_before_its_body_has_arrived(small_cluster:
     assert status == 504
 
 
+@pytest.mark.advanced_time
 async def test_requests_that_wait_for_a_worker_or_in_the_queue_end_at_once(small_cluster: ScriptedCluster) -> None:
     decode = small_cluster.workers["decode-0"]
     decode.registrar._heartbeat_s = 1e9
@@ -133,7 +137,10 @@ async def test_requests_that_wait_for_a_worker_or_in_the_queue_end_at_once(small
         assert (await cancel(small_cluster, name))[0] == 200
         assert (await request)[0] == 499
     await frees_everything(small_cluster)
-    status, answer = await small_cluster.complete(timeout=0.1)
+    late = asyncio.create_task(small_cluster.complete(timeout=TIMEOUT_S))
+    await eventually(waits)
+    advance(TIMEOUT_S)
+    status, answer = await late
     assert status == 504
     assert "it was queued" in answer["error"]["message"]
 
@@ -143,10 +150,11 @@ def request_with_id(request_id: str) -> dict[str, Any]:
     return {"json": body, "headers": {"X-Request-Id": request_id}}
 
 
+@pytest.mark.advanced_time
 async def test_a_stream_that_is_ended_has_an_error_as_its_last_event(small_cluster: ScriptedCluster) -> None:
-    for end, code in ((cancel, "request_cancelled"), (no_cancel, "deadline_exceeded")):
+    for end, code in ((cancel, "request_cancelled"), (let_time_pass, "deadline_exceeded")):
         small_cluster.script.pace = asyncio.Semaphore(2)
-        timeout = {} if end is cancel else {"timeout": 0.3}
+        timeout = {} if end is cancel else {"timeout": TIMEOUT_S}
         request = request_with_id(ID)
         request["json"] |= {"stream": True, **timeout}
         async with small_cluster.http.post(f"{small_cluster.base_url}/v1/completions", **request) as response:
@@ -159,17 +167,25 @@ async def test_a_stream_that_is_ended_has_an_error_as_its_last_event(small_clust
         await frees_everything(small_cluster)
 
 
-async def no_cancel(_: ScriptedCluster) -> tuple[int, dict[str, Any]]:
+async def let_time_pass(_: ScriptedCluster) -> tuple[int, dict[str, Any]]:
+    advance(TIMEOUT_S)
     return 0, {}
 
 
+@pytest.mark.advanced_time
 async def test_openais_client_raises_and_does_not_try_again(small_cluster: ScriptedCluster) -> None:
     """Its retries are on. Fails if the answer is one that it repeats."""
     async with small_cluster.client() as plain:
         client = plain.with_options(max_retries=5)
-        small_cluster.script.fail("decode", hang)
+        reached = asyncio.Event()
+        small_cluster.script.fail("decode", reaching(reached))
+        request = asyncio.create_task(
+            client.completions.create(model=NAME, prompt="x", extra_body={"timeout": TIMEOUT_S})
+        )
+        await reached.wait()
+        advance(TIMEOUT_S)
         with pytest.raises(openai.APIStatusError) as late:
-            await client.completions.create(model=NAME, prompt="x", extra_body={"timeout": 0.1})
+            await request
         assert late.value.status_code == 504
         small_cluster.script.pace = asyncio.Semaphore(1)
         stream = await client.completions.create(
@@ -224,14 +240,23 @@ async def test_grpc_calls_end_at_their_deadline_and_by_cancel(small_cluster: Scr
         request = pb.GenerateRequest(model=NAME, text="Say hello", request_id=ID)
 
         async def code_of(ended: Callable[[], Awaitable[object]], timeout_s: float | None) -> grpc.StatusCode:
-            reached = asyncio.Event()
-            small_cluster.script.fail("decode_ticket", reaching(reached))
-            call = stub.Generate(request, timeout=timeout_s)
-            await reached.wait()
-            await ended()
-            status: grpc.StatusCode = await call.code()
-            await frees_everything(small_cluster)
-            return status
+            """The code of a call that ends while it waits for its ticket. A deadline that comes sooner is doubled."""
+            while True:
+                reached = asyncio.Event()
+                small_cluster.script.fail("decode_ticket", reaching(reached))
+                call = stub.Generate(request, timeout=timeout_s)
+                code = asyncio.ensure_future(call.code())
+                reaches = asyncio.ensure_future(reached.wait())
+                await asyncio.wait((code, reaches), return_when=asyncio.FIRST_COMPLETED)
+                if not reached.is_set() and timeout_s is not None:
+                    reaches.cancel()
+                    small_cluster.script.faults.clear()
+                    timeout_s *= 2
+                    continue
+                await ended()
+                status: grpc.StatusCode = await code
+                await frees_everything(small_cluster)
+                return status
 
         async def cancelled() -> None:
             answer = await stub.Cancel(pb.CancelRequest(request_id=ID))

@@ -17,7 +17,7 @@ from tests.integration.router_svc.request.support import (
     once_known,
     states,
 )
-from tests.integration.router_svc.script import Context, failing, hang, vanish
+from tests.integration.router_svc.script import Context, failing, silent_for, vanish
 
 
 @pytest.mark.parametrize("point", ["prefill", "prefill_token"])
@@ -64,8 +64,14 @@ async def test_after_two_failed_prefill_workers_the_decode_worker_prefills(clust
     assert [fallback["reason"] for fallback in record["fallbacks"]] == ["peer_lost"]
 
 
+@pytest.mark.advanced_time
 async def test_a_prefill_worker_that_is_silent_for_a_lease_is_replaced(cluster: ScriptedCluster) -> None:
-    cluster.script.fail("prefill_token", hang)
+    async def silent_once_heard(context: Context) -> None:
+        # Each report begins the time anew.
+        await cluster.calls.until(lambda: cluster.calls.commands.count("keep_lease") == 3)
+        await silent_for(cluster.script.lease_s)(context)
+
+    cluster.script.fail("prefill_token", silent_once_heard)
     text, _ = await cluster.stream()
     assert text == TEXT
     record = await cluster.only_trace()

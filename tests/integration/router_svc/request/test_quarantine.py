@@ -173,6 +173,7 @@ async def test_a_request_that_one_router_refuses_is_refused_by_the_others_and_by
             assert (await third.complete(prompt="Say goodbye"))[0] == 200
 
 
+@pytest.mark.own_redis
 async def test_two_routers_that_get_one_poison_request_lose_three_workers_together(redis_server: PrivateRedis) -> None:
     """Fails without `on_own_death`: each router would lose three.
 

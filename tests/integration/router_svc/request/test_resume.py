@@ -269,6 +269,7 @@ async def test_streams_have_no_ids_unless_it_is_switched_on(redis_server: Privat
         assert await pair.kept() == 0
 
 
+@pytest.mark.own_redis
 async def test_without_redis_the_stream_goes_on(routers: Pair, redis_server: PrivateRedis) -> None:
     body = {"model": NAME, "max_tokens": 40, "stream": True, "prompt": "Say hello"}
     undisturbed = await post(routers.first, "/v1/completions", body)
@@ -282,6 +283,7 @@ async def test_without_redis_the_stream_goes_on(routers: Pair, redis_server: Pri
     assert normal(data) == normal(undisturbed)
 
 
+@pytest.mark.own_redis
 async def test_events_have_no_ids_until_redis_has_the_stream(routers: Pair, redis_server: PrivateRedis) -> None:
     """A client whose last event has none must not rely on its stream when the router is lost."""
     body = {"model": NAME, "max_tokens": 40, "stream": True, "prompt": "Say hello"}

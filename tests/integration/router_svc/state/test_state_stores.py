@@ -148,6 +148,7 @@ async def test_a_claim_and_a_record_expire_in_redis(redis_server: PrivateRedis) 
         assert await RedisState(store, ttl_s=100, seal=StreamSeal(None)).unclaimed() == []
 
 
+@pytest.mark.own_redis
 async def test_a_full_redis_refuses_what_would_be_stored_before_it_is_made(redis_server: PrivateRedis) -> None:
     async with Store(redis_server.url, prefix="pdstate") as store:
         state = RedisState(store, ttl_s=100, seal=StreamSeal(None))

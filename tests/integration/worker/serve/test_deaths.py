@@ -15,9 +15,6 @@ from pdserve.base.store import Argument, Reply, Store
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.worker.serve.process import _noting_death
 from pdserve.worker.serve.worker import Worker
-from tests.support.redis import redis_server
-
-__all__ = ["redis_server"]
 
 W, EPOCH = WorkerId("w"), Epoch(7)
 REQUESTS = frozenset({RequestId("a"), RequestId("b:1")})

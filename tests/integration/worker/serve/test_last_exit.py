@@ -90,6 +90,7 @@ async def test_an_orderly_end_is_noted_as_one(worker_store: Store) -> None:
     assert await _previous(worker_store) == Exit(reason=Reason.STOPPED, during=During.LOADING)
 
 
+@pytest.mark.own_redis
 async def test_the_note_of_another_version_and_a_lost_redis_are_no_error(
     worker_store: Store, redis_server: PrivateRedis
 ) -> None:

@@ -12,9 +12,9 @@ from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.export import ExportingTracer
 from pdserve.base.tracing.otlp import OtlpExporter
 from pdserve.base.tracing.spans import Sampler, Span, SpanEvent, SpanKind
+from tests.support.deadline import DEADLINE_S
 from tests.support.spans import Collector, collecting
 
-DEADLINE_S = 20.0
 CONTEXT = TraceContext("ab" * 16, "cd" * 8, True)
 
 

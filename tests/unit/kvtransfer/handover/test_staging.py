@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvtransfer.handover.memory import BlockMemory, Bundle
 from kvtransfer.transport import Buffer, Operation, Peer
 from pdserve.base.errors import DigestMismatch, NoFreeBlocks, TransferError, TransferTimeout
+from tests.support.deadline import DEADLINE_S
 from tests.support.handover import (
     LAYOUT,
     REQUEST,
@@ -355,7 +356,7 @@ async def test_a_lease_that_ends_while_a_push_waits_for_memory_ends_the_push() -
         ticket = await pair.grant([0], lease_s=0.1)
         async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
             with pytest.raises(TransferTimeout):
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(DEADLINE_S):
                     await transfer.push(blocks(0))
             assert not transfer.waits_for_memory
         for buffer in held:

@@ -20,9 +20,9 @@ from router_svc.api import grpc_api, grpc_output
 from router_svc.api.grpc_api import public_port
 from router_svc.config import RouterConfig
 from router_svc.request.stream import TokenUsage
+from tests.support.deadline import DEADLINE_S
 
 METHOD = f"/{grpc_api.SERVICE}/Generate"
-DEADLINE_S = 20.0
 #: A setting of HTTP/2.
 MAX_CONCURRENT_STREAMS = 3
 Handler = Callable[[bytes, Any], Awaitable[bytes]]

@@ -16,6 +16,7 @@ from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.http_request import read_body
 from router_svc.api.intake import SMALL_BODY_BYTES, Intake
 from router_svc.api.text_threads import TextThreads
+from tests.support.deadline import DEADLINE_S
 
 MAX_BODY = 8 * SMALL_BODY_BYTES
 
@@ -61,7 +62,7 @@ async def test_a_body_beyond_the_budget_is_refused_before_it_is_read(threads: Te
     # Nothing of the body is sent: only an answer that comes before it can arrive.
     intake = Intake(threads, max_bytes=100_000)
     head = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 200000\r\n\r\n"
-    async with _server(intake) as url, asyncio.timeout(20):
+    async with _server(intake) as url, asyncio.timeout(DEADLINE_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.strip("/").rpartition(":")[2]))
         writer.write(head)
         answer = (await reader.readuntil(b"}}")).decode()
@@ -82,7 +83,7 @@ async def test_bytes_that_have_arrived_count_until_the_body_is_complete(threads:
         await go_on.wait()
         yield b'"}'
 
-    async with _server(intake) as url, aiohttp.ClientSession() as http, asyncio.timeout(20):
+    async with _server(intake) as url, aiohttp.ClientSession() as http, asyncio.timeout(DEADLINE_S):
         headers = {"Content-Type": "application/json"}
         post = asyncio.create_task(http.post(url, data=slow(), headers=headers))
         while intake.held_bytes < 100_000:  # noqa: ASYNC110 - it has no event
@@ -105,7 +106,7 @@ async def test_a_body_that_does_not_arrive_in_time_is_refused(threads: TextThrea
     async with (
         _server(Intake(threads, timeout_s=0.05)) as url,
         aiohttp.ClientSession() as http,
-        asyncio.timeout(20),
+        asyncio.timeout(DEADLINE_S),
         http.post(url, data=stuck(), headers=headers) as response,
     ):
         assert response.status == 400

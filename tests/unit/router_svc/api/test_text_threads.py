@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.base.errors import Overloaded
 from router_svc.api.text_threads import INLINE_CHARACTERS, TextThreads
+from tests.support.deadline import DEADLINE_S
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ async def test_two_long_texts_leave_a_thread_to_short_ones(threads: TextThreads)
     go_on = threading.Event()
     long = [asyncio.create_task(threads.run(200_000, go_on.wait)) for _ in range(2)]
     await asyncio.sleep(0)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(DEADLINE_S):
         assert await threads.run(INLINE_CHARACTERS + 1, lambda: "short") == "short"
     assert not any(task.done() for task in long)
     go_on.set()

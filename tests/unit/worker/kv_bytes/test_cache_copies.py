@@ -17,9 +17,9 @@ from pdserve.base.layout import KvLayout
 from pdserve.engine.kv_cache import KvCache
 from pdserve.worker.kv_bytes.host_blocks import CacheCopies
 from pdserve.worker.kv_bytes.stage import Stage
+from tests.support.deadline import DEADLINE_S
 
 LAYOUT = KvLayout.uniform(model="m", dtype="float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=4)
-DEADLINE_S = 20.0
 
 
 class HeldCache:

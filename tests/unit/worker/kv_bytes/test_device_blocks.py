@@ -31,6 +31,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.tasks import service_group
 from pdserve.engine.kv_cache import KvCache
 from pdserve.worker.kv_bytes.device_blocks import DeviceBytes, DeviceCopies, staged_on_device
+from tests.support.deadline import DEADLINE_S
 
 LAYOUT = KvLayout.uniform(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 REQUEST = RequestId("r1")
@@ -213,7 +214,7 @@ async def test_ucx_takes_bytes_by_their_address() -> None:
     ours, theirs = open_transport("ucx"), open_transport("ucx")
     receive = theirs.post_receive(5, cast(Buffer, DeviceBytes(landed)))
     peer = await ours.connect(await theirs.listen())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(DEADLINE_S):
         await ours.post_send(peer, 5, cast(Buffer, DeviceBytes(sent)))
         await receive
     assert torch.equal(landed, sent)

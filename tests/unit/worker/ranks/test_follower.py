@@ -21,11 +21,11 @@ from pdserve.worker.kv_bytes.stage import Stage
 from pdserve.worker.load.model_shard import ModelShard
 from pdserve.worker.ranks.follower import _KEPT_EVENTS, Follower, LaunchProgress
 from pdserve.worker.ranks.messages import CopyRequest, MessageKind, MessageReader, StepPosition, StepWriter
+from tests.support.deadline import DEADLINE_S
 from tests.support.devices import DEVICE, gpu_only, keep_busy
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LAYOUT = KvLayout.uniform(model="m", dtype="float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=4)
-DEADLINE_S = 20.0
 #: Time in which nothing may happen.
 SOON_S = 0.2
 

@@ -17,10 +17,9 @@ from pdserve.base.workers import WorkerLoad
 from router_svc.api.console.feed import Feed
 from router_svc.records.request_state import RequestState
 from tests.support.console import MAX_QUEUED, FakeCluster, many_workers, serving
+from tests.support.deadline import DEADLINE_S
 from tests.support.records import worker_record
 from tests.support.redis import eventually
-
-DEADLINE_S = 20
 
 
 class Reader:
