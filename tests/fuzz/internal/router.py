@@ -79,7 +79,9 @@ class Routers:
         # A worker may report a defect of its own. One of the router would be logged.
         assert status != 500 or answer["error"]["type"] == "internal_error", answer
         async with self._cluster.http.get(self._cluster.admin_url + "/metrics") as response:
-            assert "NaN" not in await response.text()
+            lines = (await response.text()).splitlines()
+        # The skew is unknown until Redis has answered, which can take long on a busy machine.
+        assert [line for line in lines if line.endswith(" NaN") and "clock_skew_seconds" not in line] == []
         return str(status)
 
     async def _knows_its_workers(self) -> bool:
