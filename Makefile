@@ -37,6 +37,7 @@ $(VENV)/.installed: $(VENV)/.extras pyproject.toml constraints.txt Makefile $(KE
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 		$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[$(EXTRAS)]'
 	@$(BIN)/python -c 'from kernels.cpu import native; print("C++ kernels:", native.missing_reason() or "built")'
+	@case ',$(EXTRAS),' in *,dev,*) $(BIN)/python -m tests.support.fetch_model;; esac
 	@touch $@
 
 .PHONY: install

@@ -154,8 +154,16 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
             self._on_open(self)
         else:
             transport.pause_reading()
+            self._loop.call_soon(self._pause_again)
             peer = transport.get_extra_info("peername")  # None: it has left already.
             self._newcomers.add(self, "" if peer is None else host_of(peer[0]), self._loop.time())
+
+    def _pause_again(self) -> None:
+        """Early releases of Python 3.11, as in Debian 12, read a transport that `connection_made` has paused."""
+        transport = self._transport
+        if transport is not None and not transport.is_closing() and not transport.is_reading():
+            transport.resume_reading()
+            transport.pause_reading()
 
     def begin_turn(self) -> None:
         """The stream is open, after it has waited among the newcomers."""

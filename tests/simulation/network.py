@@ -70,6 +70,11 @@ class End:
             self._network.forget(self)
             self._schedule(self.peer._lost, ConnectionResetError(104, "Connection reset by peer"))
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether what arrives is handed out."""
+        return self._is_reading
+
     def pause(self) -> None:
         """What arrives waits from now on."""
         self._is_reading = False

@@ -69,6 +69,9 @@ class TcpTransport(asyncio.Transport):
     def resume_reading(self) -> None:
         self._end.resume()
 
+    def is_reading(self) -> bool:
+        return self._end.is_reading and not self._is_closing
+
     def is_closing(self) -> bool:
         return self._is_closing
 
