@@ -41,9 +41,15 @@ def model_for_depth(parent: Path) -> str:
 
     A worker loads those in two seconds of processor time less, and its requests take a part of the time.
     """
-    if depth.IS_FULL:
-        return MODEL
-    return str(_write(parent, {"num_hidden_layers": NUM_LAYERS}, _first_layers))
+    return MODEL if depth.IS_FULL else write_first_layers(parent)
+
+
+def write_first_layers(parent: Path, num_layers: int = 4) -> str:
+    """Write the first layers of the default model, with their weights, below `parent`; the path of the new directory.
+
+    Its answers make no sense, and are as exact as any.
+    """
+    return str(_write(parent, {"num_hidden_layers": num_layers}, _first_layers))
 
 
 def write_one_layer_model(parent: Path, seed: int = 0) -> Path:

@@ -30,16 +30,25 @@ class SharedRedis(PrivateRedis):
         self._directory.mkdir(mode=0o700)
         self._server = subprocess.Popen(self._argv(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         try:
-            deadline = time.monotonic() + DEADLINE_S
-            while not self._socket.exists():
-                assert self._server.poll() is None, f"redis-server ended with {self._server.returncode}"
-                assert time.monotonic() < deadline, f"did not happen within {DEADLINE_S:g} s: Redis listens"
-                time.sleep(0.01)
+            self._wait_for_an_answer(self._server)
             yield self
         finally:
             self._server.terminate()
             self._server.wait()
             self._clean_up()
+
+    def _wait_for_an_answer(self, server: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        with redis.Redis(unix_socket_path=str(self._socket)) as connection:
+            while True:
+                try:
+                    connection.ping()
+                except redis.ConnectionError:  # There is no socket yet, or it does not accept, or it loads.
+                    assert server.poll() is None, f"redis-server ended with {server.returncode}"
+                    assert time.monotonic() < deadline, f"did not happen within {DEADLINE_S:g} s: Redis answers"
+                    time.sleep(0.01)
+                else:
+                    return
 
     @contextmanager
     def lent(self) -> Iterator[None]:
