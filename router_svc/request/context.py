@@ -73,7 +73,7 @@ class RequestContext:
     worker_seconds_before: float = 0.0
     #: Called when the client is about to get tokens, with the call to the decode worker that has sent them.
     on_tokens: Callable[[DecodeCall | None], None] = ignore_tokens
-    #: Set once every choice is complete and has been written.
+    #: Set once every choice is complete.
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
     def choose(
@@ -252,42 +252,51 @@ class RequestContext:
             waited_ms=int((time.monotonic() - self.started_at) * 1000),
         )
 
-    async def deliver_scores(self, scores: Sequence[TokenLogprobs]) -> None:
+    def deliver_scores(self, scores: Sequence[TokenLogprobs]) -> None:
         """Sends the log-probabilities of the prompt's tokens to the client: each choice starts with them."""
         choices = range(self.generation.sampling.n)
         deltas = [ChoiceDelta(choice_index=index, text="", prompt_logprobs=tuple(scores)) for index in choices]
-        await self.stream.put(deltas, first_choice=self.generation.first_choice)
+        self.stream.push(deltas, first_choice=self.generation.first_choice)
 
-    async def deliver_ends(self) -> None:
+    def deliver_ends(self) -> None:
         """Ends every choice of a request for no tokens."""
         choices = range(self.generation.sampling.n)
         ends = [
             ChoiceTokens(choice_index=index, first_index=0, token_ids=(), finish_reason=FinishReason.LENGTH)
             for index in choices
         ]
-        await self.stream.put(self.output.push(ends), first_choice=self.generation.first_choice)
-        self.finished.set()
+        self._pass_on(self.output.push(ends), None)
 
     async def deliver(self, tokens: Sequence[common_pb2.ChoiceTokens], call: DecodeCall | None) -> None:
-        """Sends tokens to the client, and notifies the decode worker of choices that a stop string has ended."""
+        """Sends tokens to the client, and notifies the decode worker of choices that a stop string has ended.
+
+        Whatever interrupts it, the client gets every token that the output has taken.
+        """
         chunks = map(tokens_from_wire, tokens)
-        deltas = self.output.push(chunks if self.log is None else single_tokens(chunks))
+        deltas: list[ChoiceDelta] = []
+        try:
+            for chunk in chunks if self.log is None else single_tokens(chunks):
+                deltas += self.output.push((chunk,))
+        finally:
+            self._pass_on(deltas, call)
+        await self.stream.wait_for_room()
+        if call is not None and not self.output.is_finished:
+            for index in ended_by_stop_string(deltas):
+                stop = decode_pb2.StopChoice(choice_index=index)
+                await call.send(decode_pb2.DecodeRequest(stop_choice=stop))
+
+    def _pass_on(self, deltas: list[ChoiceDelta], call: DecodeCall | None) -> None:
+        """New output goes into the record, the log and the stream, in the step in which the output has taken it."""
         if not deltas:
             return
-        # Deliveries are written in the order of `push`, so the one that completes the output is written last.
-        is_last = self.output.is_finished
         self.on_tokens(call)
         self.journal.produced(self.output.completion_tokens)
         if self.log is not None:
             worker = None if call is None else call.worker
             self.log.append(deltas, self.journal.record.cached_tokens, worker)
-        await self.stream.put(deltas, first_choice=self.generation.first_choice)
-        if is_last:
+        self.stream.push(deltas, first_choice=self.generation.first_choice)
+        if self.output.is_finished:
             self.finished.set()
-        elif call is not None and not self.output.is_finished:
-            for index in ended_by_stop_string(deltas):
-                stop = decode_pb2.StopChoice(choice_index=index)
-                await call.send(decode_pb2.DecodeRequest(stop_choice=stop))
 
 
 def _is_fault(error: PdserveError) -> bool:

@@ -32,7 +32,7 @@ class Embedding(PromptAttempts[bytes]):
         values = await self._result()
         context.journal.scored(has_output=False)
         delta = ChoiceDelta(choice_index=0, text="", embedding=values)
-        await context.stream.put([delta], first_choice=context.generation.first_choice)
+        context.stream.push([delta], first_choice=context.generation.first_choice)
 
     async def _attempt(self, placement: Placement) -> bytes:
         values = b""

@@ -36,8 +36,8 @@ class PromptLog:
         async for step in in_turns(self._steps):
             deltas = output.push(step.choices)
             journal.resumed(output.completion_tokens, step.cached_tokens)
-            if deltas:
-                await stream.put(deltas, first_choice=generation.first_choice)
+            stream.push(deltas, first_choice=generation.first_choice)
+            await stream.wait_for_room()
         if self._log.is_resumed:
             journal.resumed(output.completion_tokens, journal.record.cached_tokens)
 

@@ -54,6 +54,7 @@ class PromptTask:
                 await self._gate.wait_for_turn(self._slot)
                 self._journal.admitted()
                 await self._run(cluster, output, stream, quarantine)
+            await stream.wait_until_written()
             self._journal.finished(output.finish_reasons)
         except PdserveError as expected:
             error = expected
@@ -64,7 +65,7 @@ class PromptTask:
             self._gate.leave(self._slot)
         if error is not None:
             self._journal.failed(error)
-        await stream.end(error)
+        stream.end(error)
 
     async def _run(self, cluster: Cluster, output: Output, stream: DeltaStream, quarantine: Quarantine) -> None:
         context = RequestContext(

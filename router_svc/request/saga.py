@@ -78,7 +78,7 @@ class Saga:
         elif generation.prompt_logprobs is not None:
             await Scoring(self._context, self._heartbeat, self._now).run()
         if not generation.sampling.max_tokens:
-            await self._context.deliver_ends()
+            self._context.deliver_ends()
             return
         self._context.overlap = await self._cluster.overlap(self._context.hashes)
         if generation.sampling.max_tokens == 1 and await self._run_on_prefill_alone():

@@ -31,7 +31,7 @@ class Scoring(PromptAttempts[list[TokenLogprobs]]):
         scores = await self._result() if self._num_prompt > 1 else []
         if scores:
             self._context.journal.scored(has_output=self._context.generation.sampling.max_tokens > 0)
-        await self._context.deliver_scores(scores)
+        self._context.deliver_scores(scores)
 
     async def _attempt(self, placement: Placement) -> list[TokenLogprobs]:
         scores: list[TokenLogprobs] = []

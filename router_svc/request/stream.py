@@ -1,24 +1,29 @@
 """The output of one client request on its way to the client: deltas in order, at most one error, then the end.
 
-Nothing is queued in between: a saga waits while its deltas are written. A client that reads slowly therefore slows down
-only its own request, and a token costs no task switch.
+A saga pushes deltas in the step in which it takes note of their tokens. So a failed attempt, which is cancelled at any
+time, loses nothing that the next one goes on behind. It waits where the client is far behind.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pdserve.base.errors import PdserveError
+from pdserve.base.tasks import service_group
 from router_svc.records.journal import Journal
 from router_svc.records.record import Record, TracePhase
 from router_svc.request.output import ChoiceDelta
 
 #: A client that reads nothing for this long is disconnected. Otherwise it would hold its queue slot forever.
 WRITE_TIMEOUT_S = 60.0
+
+#: Pushes that wait to be written before sagas do.
+_MAX_PENDING = 16
 
 #: A response that has started is not silent for longer, so that no proxy ends it while a worker is replaced.
 KEEP_ALIVE_S = 10.0
@@ -54,7 +59,7 @@ class DeltaSource(Protocol):
 
 
 class DeltaStream:
-    """The output of one client request. Sagas put deltas in; the API layer passes a writer and waits for the end."""
+    """The output of one client request. Sagas push deltas; `write_to`, which no saga can cancel, writes them."""
 
     def __init__(
         self,
@@ -68,85 +73,136 @@ class DeltaStream:
         self._on_first_write = on_first_write
         self._write_timeout_s = write_timeout_s
         self._num_running = len(journals)
-        self._write: Write | None = None
-        #: Held during a write. asyncio's locks are fair, so deltas are written in the order of `put`.
-        self._writing = asyncio.Lock()
+        #: What is not written yet, in the order of `push`. The first one may be on its way to the client.
+        self._pending: deque[list[ChoiceDelta]] = deque()
+        self._has_room, self._is_written = asyncio.Event(), asyncio.Event()
+        self._has_room.set()
+        self._is_written.set()
+        #: Set when there is something to write, or nothing any more.
+        self._has_news = asyncio.Event()
         #: Start of the current write, and end of the last one, on the event loop's clock.
         self._writing_since: float | None = None
         self._wrote_at = 0.0
         self._has_written = False
-        self._ended = asyncio.Event()
-        self._error: Exception | None = None
+        #: Whether nothing is taken any more.
+        self._has_ended = False
+        self._error: PdserveError | None = None
+        self._is_aborted = asyncio.Event()
 
     async def write_to(self, write: Write, keep_alive: Callable[[], Awaitable[None]] | None = None) -> None:
         """Passes all deltas to `write`, one call at a time, and returns when every prompt is complete.
 
-        `keep_alive` is called whenever there was nothing to write for `KEEP_ALIVE_S`. Call this before any saga runs.
-        Raises the error that ended the request, the error of `write`, or `ConnectionResetError` for a client that reads
-        nothing within the write timeout.
+        `keep_alive` is called whenever there was nothing to write for `KEEP_ALIVE_S`. Raises the error that ended the
+        request, the error of `write`, or `ConnectionResetError` for a client that reads nothing within the timeout.
         """
-        self._write = write
+        try:
+            async with service_group() as group:
+                group.start(self._watch(is_kept_alive=keep_alive is not None), name="client")
+                await self._write_all(write, keep_alive)
+        finally:
+            self._end(None)
+            self._drop()
+        if self._error is not None:
+            raise self._error
+
+    async def _write_all(self, write: Write, keep_alive: Callable[[], Awaitable[None]] | None) -> None:
         now = asyncio.get_running_loop().time
         self._wrote_at = now()
-        while not self._ended.is_set():
+        while await self._wait_for_news():
+            self._writing_since = now()
+            if self._pending:
+                await write(self._pending[0])
+                self._wrote()
+            elif keep_alive is not None:
+                await keep_alive()
+            self._writing_since, self._wrote_at = None, now()
+
+    async def _wait_for_news(self) -> bool:
+        """Returns when there is something to write, or the stream was silent for long. False: it is complete."""
+        if not self._pending and not self._has_ended:
+            self._has_news.clear()
+            await self._has_news.wait()
+        return bool(self._pending) or not self._has_ended
+
+    async def _watch(self, *, is_kept_alive: bool) -> None:
+        """Ends a write that takes too long, or that an abort makes useless. Here, so that a write needs no timer."""
+        now = asyncio.get_running_loop().time
+        while not self._is_aborted.is_set():
             if self._writing_since is not None:
                 until = self._writing_since + self._write_timeout_s
                 if now() >= until:
                     raise ConnectionResetError(f"the client has read nothing for {self._write_timeout_s:g} s")
-            elif keep_alive is None:
+            elif not is_kept_alive:
                 until = now() + self._write_timeout_s
-            elif now() < self._wrote_at + KEEP_ALIVE_S:
-                until = self._wrote_at + KEEP_ALIVE_S
             else:
-                await self._keep_alive(keep_alive)
-                continue
+                until = self._wrote_at + KEEP_ALIVE_S
+                if now() >= until:
+                    until = now() + KEEP_ALIVE_S
+                    self._has_news.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(until):
-                    await self._ended.wait()
-        if self._error is not None:
-            raise self._error
+                    await self._is_aborted.wait()
+        assert self._error is not None
+        raise self._error
 
-    async def _keep_alive(self, keep_alive: Callable[[], Awaitable[None]]) -> None:
-        try:
-            async with asyncio.timeout(self._write_timeout_s), self._writing:
-                await keep_alive()
-        except TimeoutError:
-            raise ConnectionResetError(f"the client has read nothing for {self._write_timeout_s:g} s") from None
-        finally:
-            self._wrote_at = asyncio.get_running_loop().time()
+    def _wrote(self) -> None:
+        if self._pending:  # Else the request was aborted meanwhile.
+            self._pending.popleft()
+        if len(self._pending) < _MAX_PENDING:
+            self._has_room.set()
+        if not self._pending:
+            self._is_written.set()
 
-    async def put(self, deltas: list[ChoiceDelta], *, first_choice: int = 0) -> None:
-        """Writes deltas, and waits while the client is behind. In the response, choice i is `first_choice + i`."""
-        assert self._write is not None, "write_to comes first"
+    def push(self, deltas: list[ChoiceDelta], *, first_choice: int = 0) -> None:
+        """Passes deltas on. They will be written, whatever happens to the caller; nothing is after the end.
+
+        In the response, choice i is `first_choice + i`.
+        """
+        if self._has_ended or not deltas:
+            return
         if first_choice:
             deltas = [replace(delta, choice_index=first_choice + delta.choice_index) for delta in deltas]
-        async with self._writing:
-            if self._ended.is_set():
-                return
-            self._writing_since = asyncio.get_running_loop().time()
-            try:
-                await self._write(deltas)
-            except Exception as error:  # noqa: BLE001 - not the saga's error: `write_to` raises it
-                self._set_ended(error)
-            finally:
-                self._writing_since = None
-                self._wrote_at = asyncio.get_running_loop().time()
+        self._pending.append(deltas)
+        self._is_written.clear()
+        if len(self._pending) >= _MAX_PENDING:
+            self._has_room.clear()
+        self._has_news.set()
 
-    async def end(self, error: PdserveError | None = None) -> None:
-        """One prompt is complete, or the whole request fails. Writes in progress come first."""
+    async def wait_for_room(self) -> None:
+        """Returns when the client has read enough for more. So one that reads slowly slows its own request down."""
+        await self._has_room.wait()
+
+    async def wait_until_written(self) -> None:
+        """Returns when everything so far was written, or never will be."""
+        await self._is_written.wait()
+
+    def end(self, error: PdserveError | None = None) -> None:
+        """One prompt is complete, or the whole request fails. What was pushed before is written first."""
         self._num_running -= 1
         if error is not None or not self._num_running:
-            async with self._writing:
-                self._set_ended(error)
+            self._end(error)
 
     def abort(self, error: PdserveError) -> None:
-        """The whole request ends with this error, whatever its prompts do."""
-        self._set_ended(error)
+        """The whole request ends with this error, whatever its prompts do and its client reads."""
+        if self._has_ended and not self._pending:
+            return
+        self._end(error)
+        self._error = error
+        self._drop()
+        self._is_aborted.set()
 
-    def _set_ended(self, error: Exception | None) -> None:
-        if not self._ended.is_set():
+    def _end(self, error: PdserveError | None) -> None:
+        """Nothing is taken from now on. The first end counts."""
+        if not self._has_ended:
+            self._has_ended = True
             self._error = error
-            self._ended.set()
+            self._has_news.set()
+
+    def _drop(self) -> None:
+        """What is not written yet never will be."""
+        self._pending.clear()
+        self._has_room.set()
+        self._is_written.set()
 
     def first_write(self) -> None:
         """A token was written to the client. Only the first call counts."""

@@ -50,7 +50,7 @@ class Waves:
                 with self._slots(first) as slots:
                     await asyncio.wait([start(first + index, slot) for index, slot in enumerate(slots)])
         except Overloaded as error:
-            await stream.end(error)
+            stream.end(error)
 
     @contextmanager
     def _slots(self, first: int) -> Iterator[list[QueueSlot]]:

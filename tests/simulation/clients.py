@@ -41,8 +41,9 @@ class Behaviour:
     breaks_after: int = 0
     #: Deadline that the request has.
     timeout_s: float | None = None
-    #: Reads nothing for so long after some deltas.
+    #: Reads nothing for so long at first and after some deltas, and has room for so many items then.
     pauses_s: float = 0.0
+    window: int = 48
 
 
 @dataclass
@@ -84,8 +85,18 @@ class Workload:
             return chance.uniform(0.0, duration_s)
         return chance.randrange(max(1, int(duration_s))) + 0.05 * chance.random()
 
-    def generation(self, number: int) -> Generation:
-        """A request with a random choice of features."""
+    def prompts(self, number: int) -> tuple[Generation, ...]:
+        """One request. Some have several prompts, which share a stream and go their own ways through the cluster."""
+        generations: list[Generation] = []
+        first_choice = 0
+        for index in range(self._chance.choice((1, 1, 1, 1, 1, 2, 3))):
+            name = RequestId(f"r{number}-p{index}" if index else f"r{number}")
+            generations.append(self._generation(name, first_choice))
+            first_choice += generations[-1].sampling.n
+        return tuple(generations)
+
+    def _generation(self, request_id: RequestId, first_choice: int) -> Generation:
+        """A prompt with a random choice of features."""
         chance = self._chance
         max_tokens = chance.choice((1, 2, 3, 4, 4, 5, 6, 8, 12))
         if chance.random() < 0.1:  # Long enough to have copies, and to move to another worker.
@@ -109,18 +120,18 @@ class Workload:
             logprobs=chance.choice((None, None, None, 2)),
             n=n,
         )
-        request_id = RequestId(f"r{number}")
         return Generation(
             request_id=request_id,
             worker_request_id=request_id,
             prompt=self.prompt(),
             sampling=sampling,
             text=TextRules(stop=stop),
+            first_choice=first_choice,
             endpoint="simulation",
         )
 
-    def behaviour(self) -> Behaviour:
-        """Most clients read to the end at once."""
+    def behaviour(self, num_prompts: int) -> Behaviour:
+        """Most clients read to the end at once. Slow ones matter most where the prompts of a request share a stream."""
         chance = self._chance
         kind = chance.random()
         early_s = chance.random() ** 2 * chance.choice((0.01, 0.05, 2.0))
@@ -135,8 +146,9 @@ class Workload:
             )
         if kind < self._impatience + 0.05:
             return Behaviour(breaks_after=chance.choice((1, 1, 2, 3, 6)))
-        if kind < self._impatience + 0.11:
-            return Behaviour(pauses_s=chance.choice((0.2, 0.2, 1.0, 1.0, 5.0, 14.0)))
+        if kind < self._impatience + (0.11 if num_prompts == 1 else 0.35):
+            pauses_s = chance.choice((0.2, 0.2, 1.0, 1.0, 5.0, 14.0))
+            return Behaviour(pauses_s=pauses_s, window=chance.choice((0, 0, 4, 48)))
         return Behaviour()
 
 
@@ -144,15 +156,21 @@ class Client:
     """One request, which is sent again when its router dies."""
 
     def __init__(
-        self, network: Network, process: Process, generation: Generation, behaviour: Behaviour, *, may_resume: bool
+        self,
+        network: Network,
+        process: Process,
+        prompts: tuple[Generation, ...],
+        behaviour: Behaviour,
+        *,
+        may_resume: bool,
     ) -> None:
         """`may_resume`: routers keep streams, so that others go on with them."""
         self._network = network
         self._may_resume = may_resume
         self._process = process
-        self.generation = generation
+        self.prompts = prompts
         self.behaviour = behaviour
-        self.choices = [ChoiceReceived() for _ in range(generation.sampling.n)]
+        self.choices = self._no_choices()
         self.usage: Any = None
         #: "" while it runs, then how it ended.
         self.outcome = ""
@@ -181,6 +199,14 @@ class Client:
         self.ended_at = 0.0
         #: When a router has answered that it has, or has not, cancelled it.
         self.answered_at = 0.0
+
+    @property
+    def request_id(self) -> RequestId:
+        """The id of the request, which is that of its first prompt."""
+        return self.prompts[0].request_id
+
+    def _no_choices(self) -> list[ChoiceReceived]:
+        return [ChoiceReceived() for prompt in self.prompts for _ in range(prompt.sampling.n)]
 
     async def run(self, routers: list[str]) -> None:
         """Returns when the request has ended for the client. `routers`: by preference."""
@@ -216,7 +242,7 @@ class Client:
         answered, answers = asyncio.Event(), list[tuple[str, Any]]()
         end.on_item = lambda item: (answers.append(item), answered.set())
         end.on_lost = lambda error: answered.set()
-        end.send(CancelRequest(request_id=self.generation.request_id))
+        end.send(CancelRequest(request_id=self.request_id))
         await answered.wait()
         return answers[0][1] if answers and answers[0][0] == "cancelled" else None
 
@@ -226,12 +252,14 @@ class Client:
         except OSError:
             await asyncio.sleep(0.1)
             return
+        end.peer.window = self.behaviour.window
         if not self._last_event_id:
-            self.choices = [ChoiceReceived() for _ in range(self.generation.sampling.n)]
+            self.choices = self._no_choices()
         over = asyncio.Event()
         end.on_item = lambda item: self._take(end, over, *item)
         end.on_lost = lambda error: over.set()
         end.send(self._request())
+        self._pause(end)
         self.sent_at = self._network.loop.time()
         try:
             async with asyncio.timeout(self.behaviour.leaves_after_s):
@@ -260,15 +288,17 @@ class Client:
     @property
     def _has_tokens(self) -> bool:
         """Whether it has tokens of this stream that came with this request."""
-        return not self._is_resuming and bool(self.choices[0].token_ids)
+        return not self._is_resuming and any(choice.token_ids for choice in self.choices)
 
     def _request(self) -> ClientRequest:
         """A new request has an id of its own at the workers."""
         self._tries += 1
         self._is_resuming, self._is_joining = self._last_event_id is not None, bool(self._last_event_id)
-        worker_request_id = RequestId(f"{self.generation.request_id}-{self._tries}")
         return ClientRequest(
-            generation=replace(self.generation, worker_request_id=worker_request_id),
+            prompts=tuple(
+                replace(prompt, worker_request_id=RequestId(f"{prompt.request_id}-{self._tries}"))
+                for prompt in self.prompts
+            ),
             timeout_s=self.behaviour.timeout_s,
             last_event_id=self._last_event_id,
         )
@@ -306,11 +336,8 @@ class Client:
                     end.reset()
                     over.set()
                     return
-            pauses_s = self.behaviour.pauses_s if self._paused_s < _MAX_PAUSED_S else 0.0
-            if pauses_s and self._network.chance.random() < 0.3:
-                self._paused_s += pauses_s
-                end.pause()
-                self._network.loop.call_later(pauses_s, end.resume)
+            if self._network.chance.random() < 0.3:
+                self._pause(end)
             return
         if kind == "keep-alive":
             return
@@ -326,6 +353,13 @@ class Client:
                 self.outcome, self.error = outcome, ""
         self.ended_at = self._network.loop.time()
         over.set()
+
+    def _pause(self, end: End) -> None:
+        pauses_s = self.behaviour.pauses_s
+        if pauses_s and self._paused_s < _MAX_PAUSED_S:
+            self._paused_s += pauses_s
+            end.pause()
+            self._network.loop.call_later(pauses_s, end.resume)
 
     def _add(self, delta: Any) -> None:
         choice = self.choices[delta.choice_index]
@@ -359,16 +393,21 @@ class Client:
         if self.error and self.outcome != "slow":
             return self.error
         is_done = self.outcome == "done"
-        total = 0
-        for index, choice in enumerate(self.choices):
-            wrong = difference(self.generation, index, choice, is_done=is_done)
-            if wrong is not None:
-                return f"choice {index}: {wrong}"
-            total += len(choice.token_ids)
-        if is_done and self.usage.completion_tokens != total:
+        for prompt in self.prompts:
+            for index in range(prompt.sampling.n):
+                choice = self.choices[prompt.first_choice + index]
+                wrong = difference(prompt, index, choice, is_done=is_done)
+                if wrong is not None:
+                    return f"choice {index} of {prompt.request_id}: {wrong}"
+        return self._fault_of_usage() if is_done else None
+
+    def _fault_of_usage(self) -> str | None:
+        total = sum(len(choice.token_ids) for choice in self.choices)
+        if self.usage.completion_tokens != total:
             return f"usage counts {self.usage.completion_tokens} tokens, and {total} were received"
-        if is_done and self.usage.prompt_tokens != len(self.generation.prompt):
-            return f"usage counts {self.usage.prompt_tokens} prompt tokens of {len(self.generation.prompt)}"
+        prompt_tokens = sum(len(prompt.prompt) for prompt in self.prompts)
+        if self.usage.prompt_tokens != prompt_tokens:
+            return f"usage counts {self.usage.prompt_tokens} prompt tokens of {prompt_tokens}"
         return None
 
 

@@ -125,8 +125,9 @@ class Episode:
         workload = Workload(chance, LONGEST_PROMPT, plan.longest_output, impatience=0.12 if report.faults else 0.6)
         tasks = []
         for number in range(report.requests):
+            prompts = workload.prompts(number)
             client = Client(
-                self.network, crowd, workload.generation(number), workload.behaviour(), may_resume=resume_s > 0
+                self.network, crowd, prompts, workload.behaviour(len(prompts)), may_resume=resume_s > 0
             )
             self.clients.append(client)
             names = chance.sample(cluster.router_names, len(cluster.router_names))
@@ -142,18 +143,18 @@ class Episode:
         started = self.loop.time()
         await client.run(routers)
         self.report.slowest_s = sorted([*self.report.slowest_s, round(self.loop.time() - started, 3)])[-5:]
-        self.network.note("client", client.generation.request_id, client.outcome)
+        self.network.note("client", client.request_id, client.outcome)
         if not self.report.faults:
-            times = [router.times.get(client.generation.request_id) for router in self.cluster.routers.values()]
+            times = [router.times.get(client.request_id) for router in self.cluster.routers.values()]
             if (wrong := client.fault_in_calm(*next(filter(None, times), (0.0, 0.0)))) is not None:
-                self.report.violations.append(f"request {client.generation.request_id}: {wrong}")
+                self.report.violations.append(f"request {client.request_id}: {wrong}")
             if client.outcome in ENDED_BY_CLIENT:
                 await self._require_freed(client)
 
     async def _require_freed(self, client: Client) -> None:
         """Without faults, every worker lets go of a request at once that its client has ended."""
         await asyncio.sleep(CALM_S)
-        request_id = client.generation.request_id
+        request_id = client.request_id
         self.report.violations += [
             f"request {request_id} was {client.outcome} {CALM_S} s ago, and {worker.name} still has it"
             for worker in self.cluster.workers.values()
@@ -172,7 +173,7 @@ class Episode:
             counts["turned away by a router that ends"] += client.turned_away
             wrong = client.fault()
             if wrong is not None:
-                self.report.violations.append(f"request {client.generation.request_id}: {wrong}")
+                self.report.violations.append(f"request {client.request_id}: {wrong}")
         self.report.outcomes = dict(sorted(counts.items()))
         self.report.phases, self.report.phases_hit = self._phases.seen, self._phases.hit
 

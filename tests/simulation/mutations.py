@@ -18,13 +18,16 @@ from kvtransfer.handover.receive_machine import ReceiveMachine
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.send_machine import SendMachine
 from pdserve.base.streams import MessageStream
+from pdserve.base.wire import tokens_from_wire
 from pdserve.base.workers import WorkerView
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.running import RunningSet
 from pdserve.worker.serve.inboxes import Inboxes
 from router_svc.api.event_ids import EventIds
+from router_svc.records.resumable import single_tokens
 from router_svc.request import decode_attempt
+from router_svc.request.context import RequestContext
 from router_svc.request.decode_attempt import DecodeAttempt
 from router_svc.request.gate import Gate
 from router_svc.request.open_requests import OpenRequest, OpenRequests
@@ -259,6 +262,18 @@ def _repeat_what_a_client_has() -> None:
         number(ids, name, num_choices)
 
     _set(EventIds, "__init__", numbering)
+
+
+def _write_in_the_attempt() -> None:
+    """Tokens wait for the client in the attempt that has brought them, and end with it."""
+
+    async def deliver(context: Any, tokens: Any, call: Any) -> None:
+        chunks = map(tokens_from_wire, tokens)
+        deltas = context.output.push(chunks if context.log is None else single_tokens(chunks))
+        await context.stream.wait_until_written()
+        context._pass_on(deltas, call)
+
+    _set(RequestContext, "deliver", deliver)
 
 
 def _let_go_late() -> None:

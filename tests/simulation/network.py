@@ -33,6 +33,8 @@ class End:
         self.on_lost: Callable[[Exception | None], None] = lambda error: None
         #: Called with False when the peer is behind with reading, and with True when it has caught up.
         self.on_window: Callable[[bool], None] = lambda is_open: None
+        #: Items on their way to the peer or unread by it, beyond which it is behind.
+        self.window = _WINDOW
         self._arrives_at = 0.0
         self._unread: deque[Any] = deque()
         self._is_reading = True
@@ -51,7 +53,7 @@ class End:
         if not self.is_open or self.owner.is_dead:
             return
         self._in_flight += 1
-        if self._in_flight > _WINDOW and not self._is_held_back:
+        if self._in_flight > self.window and not self._is_held_back:
             self._is_held_back = True
             self.on_window(False)
         self._schedule(self.peer._arrive, item)
@@ -143,7 +145,7 @@ class End:
     def _read_by_peer(self) -> None:
         peer = self.peer
         peer._in_flight -= 1
-        if peer._is_held_back and peer._in_flight <= _WINDOW // 2:
+        if peer._is_held_back and peer._in_flight <= peer.window // 2:
             peer._is_held_back = False
             if peer.is_open and not peer.owner.is_dead:
                 self._network.loop.call_soon(peer.on_window, True, context=peer.owner.context)

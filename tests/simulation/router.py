@@ -58,10 +58,15 @@ def letters(token_ids: list[int]) -> str:
 class ClientRequest:
     """A client's request: the first item on its connection."""
 
-    generation: Generation
+    prompts: tuple[Generation, ...]
     timeout_s: float | None = None
     #: `Last-Event-ID` of a stream that goes on; None: it is a new request.
     last_event_id: str | None = None
+
+    @property
+    def request_id(self) -> RequestId:
+        """That of the first prompt."""
+        return self.prompts[0].request_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,12 +198,12 @@ class SimulatedRouter:
         except ConnectionResetError as error:
             end.send(("slow", str(error)))
         finally:
-            self.times[call.generation.request_id] = arrived_at, self.network.loop.time()
+            self.times[call.request_id] = arrived_at, self.network.loop.time()
             end.close()
 
     async def _start(self, end: End, call: ClientRequest) -> None:
         assert self.router is not None
-        request_id = call.generation.request_id
+        request_id = call.request_id
         shape = ResponseShape(
             response_id=request_id,
             header_id=request_id,
@@ -208,14 +213,14 @@ class SimulatedRouter:
             continuous_usage=False,
         )
         async with self._opened(call) as opened:
-            log = self.router._resuming.new_log(ANONYMOUS, HTTP, shape, [call.generation])
-            async with self.router.models.first.requests.run([call.generation], opened=opened, log=log) as stream:
+            log = self.router._resuming.new_log(ANONYMOUS, HTTP, shape, call.prompts)
+            async with self.router.models.first.requests.run(call.prompts, opened=opened, log=log) as stream:
                 await _pass_on(end, stream, None if log is None else event_ids(log))
 
     async def _resume(self, end: End, call: ClientRequest, last_event_id: str) -> None:
         assert self.router is not None
         seen, resuming = parse_event_id(last_event_id), self.router._resuming
-        async with resuming.taken(ANONYMOUS, HTTP, call.generation.request_id, seen) as (log, is_complete):
+        async with resuming.taken(ANONYMOUS, HTTP, call.request_id, seen) as (log, is_complete):
             ids = event_ids(log, seen)
             if is_complete:
                 await _pass_on(end, ReplayedStream(log, self.router.models.first.model.tokenizer), ids)
@@ -230,7 +235,7 @@ class SimulatedRouter:
         assert self.router is not None
         opened = self.router._open
         timeout_s = opened.limits.of_header(None) if call.timeout_s is None else call.timeout_s
-        return opened.entered(call.generation.request_id, "", timeout_s)
+        return opened.entered(call.request_id, "", timeout_s)
 
     def leftovers(self) -> list[str]:
         """What a live router without requests must not hold."""

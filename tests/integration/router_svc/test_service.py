@@ -8,6 +8,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import aiohttp
@@ -254,7 +255,7 @@ async def _is_well(cluster: ScriptedCluster) -> bool:
 async def test_a_client_that_does_not_read_delays_only_its_own_request(
     small_cluster: ScriptedCluster,
 ) -> None:
-    """The router does not buffer tokens, so a slow client's response does not accumulate in its memory."""
+    """The router keeps few tokens for a client, so a slow one's response does not accumulate in its memory."""
     stream = DeltaStream([object()], lambda _: None)  # type: ignore[list-item] # the journal is never used
     reads, received = asyncio.Event(), []
 
@@ -265,17 +266,18 @@ async def test_a_client_that_does_not_read_delays_only_its_own_request(
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         group.create_task(stream.write_to(write))
         await asyncio.sleep(0)
-        putting = group.create_task(_put_all(stream))
+        pushing = group.create_task(_push_all(stream))
         assert (await small_cluster.complete(max_tokens=10))[0] == 200
-        assert not putting.done()
+        assert not pushing.done()
         reads.set()
-    assert [delta.text for delta in received] == list("abc")
+    assert [delta.text for delta in received] == list(ascii_letters)
 
 
-async def _put_all(stream: DeltaStream) -> None:
-    for text in "abc":
-        await stream.put([ChoiceDelta(choice_index=0, text=text)])
-    await stream.end()
+async def _push_all(stream: DeltaStream) -> None:
+    for text in ascii_letters:
+        stream.push([ChoiceDelta(choice_index=0, text=text)])
+        await stream.wait_for_room()
+    stream.end()
 
 
 async def test_metrics_count_requests_tokens_and_times(small_cluster: ScriptedCluster) -> None:

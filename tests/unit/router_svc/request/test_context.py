@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from pdserve.base.errors import PdserveError, PeerLost
+from pdserve.base.errors import PdserveError, PeerLost, TransferError
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams
 from pdserve.base.wire import sampling_to_wire, tokens_to_wire
@@ -58,28 +58,57 @@ def message(text: str, first: int, finish: FinishReason | None = None) -> list[c
     return [tokens_to_wire(tokens)]
 
 
-async def test_a_request_is_finished_once_its_last_tokens_are_written(model_dir: Path) -> None:
-    """A slow write of the first token does not end the request while the last tokens wait for it."""
+async def test_tokens_of_a_cancelled_attempt_reach_the_client_before_those_of_the_next(model_dir: Path) -> None:
+    """Fails when the output has taken tokens that are lost with their attempt: the next one goes on behind them."""
     context = new_context(model_dir)
-    readable, written = asyncio.Event(), []
+    readable, written = asyncio.Event(), list[str]()
 
     async def write(deltas: list[ChoiceDelta]) -> None:
         await readable.wait()
-        assert not context.finished.is_set()
         written.extend(delta.text for delta in deltas)
 
     async with asyncio.TaskGroup() as group:
         group.create_task(context.stream.write_to(write))
+        group.create_task(context.deliver(message("H", 0), None))
         await asyncio.sleep(0)
-        first = group.create_task(context.deliver(message("H", 0), None))
-        group.create_task(context.deliver(message("ello", 1, FinishReason.LENGTH), None))
+        lost = group.create_task(context.deliver(message("el", 1), None))
         await asyncio.sleep(0)
-        assert context.output.is_finished
+        lost.cancel()
+        assert len(context.output.tokens_of(0)) == 3
+        await context.deliver(message("lo", 3, FinishReason.LENGTH), None)
+        assert context.finished.is_set()
+        context.stream.end()
         readable.set()
-        await first
-        await context.finished.wait()
-        await context.stream.end()
-    assert written == ["H", "ello"]
+    assert written == ["H", "el", "lo"]
+
+
+async def test_a_request_is_finished_although_its_last_delivery_is_cancelled(model_dir: Path) -> None:
+    """Fails when the next worker is asked for more of choices that are all complete, and refuses that."""
+    context = new_context(model_dir)
+    async with asyncio.TaskGroup() as group:
+        for index in range(20):  # Nothing is written, so the stream is full.
+            context.stream.push([ChoiceDelta(choice_index=0, text=str(index))])
+        last = group.create_task(context.deliver(message("Hello", 0, FinishReason.LENGTH), None))
+        await asyncio.sleep(0)
+        assert not last.done()
+        last.cancel()
+    assert context.finished.is_set()
+
+
+async def test_tokens_before_those_that_no_worker_sends_reach_the_client(model_dir: Path) -> None:
+    """Fails when they count as sent, and are lost with the worker."""
+    context, written = new_context(model_dir), list[str]()
+    skipped = [*message("H", 0), *message("o", 4)]
+
+    async def write(deltas: list[ChoiceDelta]) -> None:
+        written.extend(delta.text for delta in deltas)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(context.stream.write_to(write))
+        with pytest.raises(TransferError, match="skipped"):
+            await context.deliver(skipped, None)
+        context.stream.end()
+    assert written == ["H"]
 
 
 async def lose_workers(context: RequestContext, losses: int) -> None:

@@ -72,11 +72,11 @@ def _waiting_for(kind: PoolingKind, read: list[str]) -> Any:
         read.append(hashes)
         return {}
 
-    async def put(deltas: list[ChoiceDelta], *, first_choice: int) -> None:
+    def push(deltas: list[ChoiceDelta], *, first_choice: int) -> None:
         assert [(each.embedding, first_choice) for each in deltas] == [(packed(1.0), 3)]
 
     cluster = SimpleNamespace(policy=SimpleNamespace(worker_return_timeout_s=1.0), overlap=overlap)
-    journal, stream = SimpleNamespace(scored=lambda has_output: None), SimpleNamespace(put=put)
+    journal, stream = SimpleNamespace(scored=lambda has_output: None), SimpleNamespace(push=push)
     context = SimpleNamespace(
         generation=generation, cluster=cluster, hashes="hashes", overlap={}, journal=journal, stream=stream
     )

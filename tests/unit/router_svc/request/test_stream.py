@@ -32,7 +32,7 @@ async def started(stream: DeltaStream, write: Write, group: asyncio.TaskGroup) -
     return task
 
 
-async def test_deltas_are_written_one_at_a_time_in_the_order_of_put() -> None:
+async def test_deltas_are_written_one_at_a_time_in_the_order_of_push() -> None:
     stream, written = new_stream(), []
     gate, busy = asyncio.Event(), 0
 
@@ -46,12 +46,13 @@ async def test_deltas_are_written_one_at_a_time_in_the_order_of_put() -> None:
 
     async with asyncio.TaskGroup() as group:
         await started(stream, write, group)
-        puts = [group.create_task(stream.put(delta(text))) for text in "abc"]
+        for text in "abc":
+            stream.push(delta(text))
         await asyncio.sleep(0)
         gate.set()
-        await asyncio.wait(puts)
-        await stream.end()
-    assert written == ["a", "b", "c"]
+        await stream.wait_until_written()
+        assert written == ["a", "b", "c"]
+        stream.end()
 
 
 async def test_choices_are_numbered_as_in_the_response() -> None:
@@ -62,13 +63,13 @@ async def test_choices_are_numbered_as_in_the_response() -> None:
 
     async with asyncio.TaskGroup() as group:
         await started(stream, write, group)
-        await stream.put(delta("a", choice_index=1))
-        await stream.put(delta("b", choice_index=1), first_choice=4)
-        await stream.end()
+        stream.push(delta("a", choice_index=1))
+        stream.push(delta("b", choice_index=1), first_choice=4)
+        stream.end()
     assert written == [1, 5]
 
 
-async def test_an_error_follows_the_write_in_progress_and_nothing_follows_the_error() -> None:
+async def test_an_error_follows_what_was_pushed_before_and_nothing_follows_the_error() -> None:
     stream, written, gate = new_stream(), [], asyncio.Event()
 
     async def write(deltas: list[ChoiceDelta]) -> None:
@@ -78,19 +79,17 @@ async def test_an_error_follows_the_write_in_progress_and_nothing_follows_the_er
     async def fails() -> None:
         with pytest.raises(PeerLost):
             await stream.write_to(write)
-        assert written == ["a"]
+        assert written == ["a", "b"]
 
     async with asyncio.TaskGroup() as group:
         group.create_task(fails())
         await asyncio.sleep(0)
-        group.create_task(stream.put(delta("a")))
+        stream.push(delta("a"))
         await asyncio.sleep(0)
-        group.create_task(stream.end(PeerLost("gone")))
-        await asyncio.sleep(0)
-        late = group.create_task(stream.put(delta("late")))
+        stream.push(delta("b"))
+        stream.end(PeerLost("gone"))
+        stream.push(delta("late"))
         gate.set()
-        await late
-    assert written == ["a"]
 
 
 async def test_an_error_of_the_writer_reaches_the_api_layer_and_not_the_saga() -> None:
@@ -106,7 +105,8 @@ async def test_an_error_of_the_writer_reaches_the_api_layer_and_not_the_saga() -
     async with asyncio.TaskGroup() as group:
         group.create_task(fails())
         await asyncio.sleep(0)
-        await stream.put(delta("a"))
+        stream.push(delta("a"))
+        await stream.wait_until_written()
 
 
 async def test_a_client_that_reads_nothing_is_disconnected() -> None:
@@ -118,12 +118,11 @@ async def test_a_client_that_reads_nothing_is_disconnected() -> None:
     async def disconnects() -> None:
         with pytest.raises(ConnectionResetError, match="read nothing for 60 s"):
             await stream.write_to(write)
-        putting.cancel()
 
     async with asyncio.TaskGroup() as group:
         group.create_task(disconnects())
-        await asyncio.sleep(0)
-        putting = group.create_task(stream.put(delta("a")))
+        stream.push(delta("a"))
+        await stream.wait_until_written()
 
 
 async def test_a_client_that_waits_long_for_its_tokens_is_not_disconnected() -> None:
@@ -136,8 +135,8 @@ async def test_a_client_that_waits_long_for_its_tokens_is_not_disconnected() -> 
         writing = await started(stream, write, group)
         await asyncio.sleep(10 * WRITE_TIMEOUT_S)
         assert not writing.done()
-        await stream.put(delta("a"))
-        await stream.end()
+        stream.push(delta("a"))
+        stream.end()
     assert written == ["a"]
 
 
@@ -156,9 +155,9 @@ async def test_a_stream_without_new_tokens_is_kept_alive() -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(stream.write_to(write, keep_alive))
         await asyncio.sleep(0.6 * KEEP_ALIVE_S)
-        await stream.put(delta("a"))
+        stream.push(delta("a"))
         await asyncio.sleep(2.5 * KEEP_ALIVE_S)
-        await stream.end()
+        stream.end()
     assert alive == pytest.approx([1.6 * KEEP_ALIVE_S, 2.6 * KEEP_ALIVE_S], abs=0.01)
 
 
@@ -173,3 +172,81 @@ async def test_a_client_that_does_not_read_what_keeps_it_alive_is_disconnected()
 
     with pytest.raises(ConnectionResetError):
         await stream.write_to(write, keep_alive)
+
+
+async def test_what_was_pushed_is_written_whatever_happens_to_the_saga() -> None:
+    """Fails when a push of a cancelled attempt waits for its turn: what the next attempt goes on behind is missing."""
+    stream, written, reads = new_stream(), list[str](), asyncio.Event()
+
+    async def write(deltas: list[ChoiceDelta]) -> None:
+        await reads.wait()
+        written.extend(delta.text for delta in deltas)
+
+    async def attempt() -> None:
+        stream.push(delta("b"))
+        await stream.wait_until_written()
+
+    async with asyncio.TaskGroup() as group:
+        await started(stream, write, group)
+        stream.push(delta("a"))
+        cancelled = group.create_task(attempt())
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        stream.push(delta("c"))
+        stream.end()
+        reads.set()
+    assert written == ["a", "b", "c"]
+
+
+async def test_a_saga_waits_while_its_client_is_far_behind() -> None:
+    stream, num_pushed, reads = new_stream(), 0, asyncio.Semaphore(0)
+
+    async def write(_: list[ChoiceDelta]) -> None:
+        await reads.acquire()
+
+    async def saga() -> None:
+        nonlocal num_pushed
+        for _ in range(100):
+            stream.push(delta("a"))
+            num_pushed += 1
+            await stream.wait_for_room()
+        stream.end()
+
+    async with asyncio.TaskGroup() as group:
+        await started(stream, write, group)
+        group.create_task(saga())
+        await asyncio.sleep(1.0)
+        assert num_pushed == 16
+        reads.release()
+        await asyncio.sleep(1.0)
+        assert num_pushed == 17
+        for _ in range(99):
+            reads.release()
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+async def test_an_aborted_request_does_not_wait_for_its_client(has_ended: bool) -> None:
+    stream, written, ends = new_stream(), list[str](), asyncio.Event()
+    now = asyncio.get_running_loop().time
+    first = now()
+
+    async def write(deltas: list[ChoiceDelta]) -> None:
+        await ends.wait()
+        written.extend(delta.text for delta in deltas)
+
+    async def aborted() -> None:
+        with pytest.raises(PeerLost, match="gone"):
+            await stream.write_to(write)
+        assert now() - first < 1.0
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(aborted())
+        stream.push(delta("a"))
+        stream.push(delta("b"))
+        await asyncio.sleep(0.5)
+        if has_ended:
+            stream.end()
+        stream.abort(PeerLost("gone"))
+        stream.push(delta("late"))
+        await stream.wait_until_written()
+    assert written == []
