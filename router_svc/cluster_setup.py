@@ -61,9 +61,7 @@ def make_models(config: RouterConfig, models: Sequence[ServedModel], cluster: Cl
         found.append(
             ModelBackend(model=model, cluster=cluster, gate=gate, requests=requests, metrics=recorders.metrics)
         )
-    made = Models(found, config.aliases)
-    cluster.directory.on_vanished = made.lost
-    return made
+    return Models(found, config.aliases)
 
 
 async def role_changes(config: RouterConfig, cluster: Cluster) -> None:
@@ -85,6 +83,7 @@ def _routing_policy(config: RouterConfig) -> RoutingPolicy:
         expects_prefill=config.prefill_expected > 0,
         reserve_timeout_s=config.reserve_timeout_s,
         worker_return_timeout_s=config.worker_return_timeout_s,
+        max_lost_workers=config.max_lost_workers,
         may_change_numerics=config.on_numerics_change == "continue",
         timeouts=TimeoutLimits(default_s=config.request_timeout_s, max_s=config.max_request_timeout_s),
         silence=SilenceLimits(silence_timeout_s=config.silence_timeout_s, token_timeout_s=config.token_timeout_s),

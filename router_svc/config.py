@@ -121,6 +121,9 @@ class RouterConfig:
     worker_return_timeout_s: float = option(
         60.0, help="seconds a request waits for a decode worker while none is ready, if one was lately", minimum=0.0
     )
+    max_lost_workers: int = option(
+        100, help="workers that one request may lose before it ends with an error, whatever ends them", minimum=1
+    )
     on_numerics_change: str = option(
         "continue",
         help="when an answer has begun and only workers that compute other bits are left: go on, or end with an error",

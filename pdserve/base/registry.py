@@ -176,8 +176,6 @@ class WorkerDirectory:
         self._mark: bytes | None = None
         #: Number of failed reads of the registry.
         self.failures = 0
-        #: Called with each incarnation that has ended without a drain.
-        self.on_vanished: Callable[[WorkerRecord], None] = lambda record: None
 
     @property
     def degraded(self) -> bool:
@@ -217,10 +215,6 @@ class WorkerDirectory:
         ready_at = self._view.ready_at(tier, model)
         return ready_at is not None and self._clock() - ready_at <= within_s
 
-    def ready_seconds(self, model: str) -> float:
-        """For how long workers of the model have been ready, added up over all of them."""
-        return self._view.ready_seconds(self._clock(), model)
-
     async def wait_for_change(self, since: int | None = None) -> int:
         """Returns the version once it differs from `since`, which is by default the present one."""
         return await self._changes.wait(self.version if since is None else since)
@@ -245,10 +239,7 @@ class WorkerDirectory:
             self._outages = self._store.outages
             changed = self._view.registry_lost(now=read_at)
         self._mark = mark
-        changed = self._view.apply(sightings, read_at=read_at) or changed
-        for record in self._view.vanished:
-            self.on_vanished(record)
-        return changed
+        return self._view.apply(sightings, read_at=read_at) or changed
 
 
 async def read_sightings(store: Store, checks: RecordChecks | None = None) -> list[Sighting]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -119,12 +118,6 @@ class WorkerView:
         self._keep_until = float("-inf")
         #: When a worker of a tier and a model was last known to be ready.
         self._ready_at: dict[tuple[Tier, str], float] = {}
-        #: Incarnations that were ready and were gone at the last read. One that drains says so before.
-        self.vanished: list[WorkerRecord] = []
-        #: Seconds of ready workers until `_counted_at`, and how many are ready since; both by model.
-        self._ready_seconds = dict[str, float]()
-        self._counted_at = float("-inf")
-        self._num_ready = Counter[str]()
 
     @property
     def degraded(self) -> bool:
@@ -146,14 +139,6 @@ class WorkerView:
     def ready_at(self, tier: Tier, model: str) -> float | None:
         """When a worker of the tier that serves the model was last known to be ready; None: not in the last hour."""
         return self._ready_at.get((tier, model))
-
-    def ready_seconds(self, now: float, model: str) -> float:
-        """For how long the model's workers have been ready, added up: ten workers have ten seconds each second.
-
-        A gap between two reads of the registry counts up to the grace time.
-        """
-        since_s = min(max(now - self._counted_at, 0.0), self._grace_s)
-        return self._ready_seconds.get(model, 0.0) + self._num_ready[model] * since_s
 
     def registry_lost(self, *, now: float) -> bool:
         """The registry is unreadable, or may have lost its contents. Returns whether anything visible changed.
@@ -178,10 +163,6 @@ class WorkerView:
         if read_at < self._keep_until:
             known = self._known | known
         changed |= known != self._known
-        gone = [
-            record for name, record in self._known.items() if name not in known or known[name].epoch != record.epoch
-        ]
-        self.vanished = [record for record in gone if record.ready]
         self._known = known
         changed = self._clear_suspicions(seen, read_at) or changed
         self._note_ready(read_at)
@@ -201,7 +182,6 @@ class WorkerView:
         if before is not None and before.epoch == epoch:
             lasts_s = min(2 * before.lasts_s, MAX_SUSPICION_S)
         self._suspicions[worker_id] = _Suspicion(epoch, now, lasts_s)
-        self._count_ready(now)
         return True
 
     def mark_alive(self, worker_id: WorkerId, epoch: Epoch) -> bool:
@@ -216,13 +196,6 @@ class WorkerView:
         ready = {(record.tier, record.model): now for record in self._known.values() if self._is_ready(record)}
         kept = {key: at for key, at in self._ready_at.items() if now - at < _READY_KEPT_S}
         self._ready_at = kept | ready
-        self._count_ready(now)
-
-    def _count_ready(self, now: float) -> None:
-        models = self._ready_seconds.keys() | self._num_ready.keys()
-        self._ready_seconds = {model: self.ready_seconds(now, model) for model in models}
-        self._counted_at = max(now, self._counted_at)
-        self._num_ready = Counter(record.model for record in self._known.values() if self._is_ready(record))
 
     def _is_ready(self, record: WorkerRecord) -> bool:
         return record.ready and not self._is_lost(record)

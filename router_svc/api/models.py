@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.base.errors import Forbidden, NotFound, RequestError
-from pdserve.base.workers import WorkerRecord
 from router_svc.api.served_model import ServedModel
 from router_svc.records.metrics import RouterMetrics
 from router_svc.request.client import Client
@@ -101,12 +100,6 @@ class Models:
         """All models that the client may use by all their names: own ones first, then aliases."""
         named = [*self._backends.items(), *((alias, self[name]) for alias, name in self._aliases.items())]
         return [(name, backend) for name, backend in named if _may_use(client, backend)]
-
-    def lost(self, worker: WorkerRecord) -> None:
-        """Notes that a worker was lost."""
-        backend = self.get(worker.model)
-        if backend is not None:
-            backend.requests.lost(worker)
 
     def _known(self, client: Client) -> str:
         names = [f"`{name}`" for name, _ in self.listed(client)]

@@ -18,10 +18,9 @@ from router_svc.generation import Generation, is_best_effort
 from router_svc.records.journal import Journal
 from router_svc.records.resumable import single_tokens
 from router_svc.request.calls import DecodeCall, is_gone, is_lost_in_call
-from router_svc.request.losses import Presence, probability_by_chance
 from router_svc.request.output import ChoiceDelta, Output, ended_by_stop_string
 from router_svc.request.prompt_log import PromptLog
-from router_svc.request.quarantine import MAX_CHANCE, REFUSED_S, Death, Deaths, Quarantine
+from router_svc.request.quarantine import REFUSED_S, Deaths, Quarantine
 from router_svc.request.recovery import MAX_PREFILL_FAILURES
 from router_svc.request.stream import DeltaStream
 from router_svc.routing.cluster import Cluster, PrefixHashes
@@ -51,7 +50,7 @@ class RequestContext:
     prompt: QueuedPrompt
     #: Leading blocks of the prompt that each worker has cached.
     overlap: dict[WorkerId, int] = field(default_factory=dict)
-    #: Workers lost under the request, and where requests go that have lost too many.
+    #: Workers that have failed in its steps, and where requests go in whose steps too many have.
     deaths: Deaths = field(default_factory=Deaths)
     quarantine: Quarantine = field(default_factory=Quarantine)
     failed_prefill: set[Incarnation] = field(default_factory=set)
@@ -63,14 +62,9 @@ class RequestContext:
     prefill_failures: int = 0
     #: Times that a decode worker has answered a call.
     decode_answers: int = 0
-    #: Tokens at the last death; None: there was none.
-    tokens_at_death: int | None = None
-    #: When the request came, and how many workers it has lost since.
+    #: When the request came, and how many workers it has lost since, whatever ended them.
     started_at: float = field(default_factory=lambda: time.monotonic())
     num_lost: int = 0
-    #: Time that workers have had the request, and time of all workers when it came.
-    presence: Presence = field(default_factory=Presence)
-    worker_seconds_before: float = 0.0
     #: Called when the client is about to get tokens, with the call to the decode worker that has sent them.
     on_tokens: Callable[[DecodeCall | None], None] = ignore_tokens
     #: Set once every choice is complete.
@@ -190,51 +184,27 @@ class RequestContext:
         self.cluster.directory.mark_lost(worker.worker_id, worker.epoch)
         if not is_lost_in_call(error):
             return
+        self.num_lost += 1
         requests = await self.cluster.requests_of_death(worker.worker_id, worker.epoch)
-        is_own = requests is not None and self.generation.worker_request_id in requests
-        counts = self._counts(worker)
-        if is_own:
+        if requests is not None and self.generation.worker_request_id in requests:
             alone, name = self.deaths.is_alone, f"{worker.worker_id}:{worker.epoch}"
-            self.deaths = self.deaths.after(Death.OWN, worker.tier)
-            self.deaths = await self.quarantine.shared(self.generation, self.deaths, name, alone=alone)
-        elif counts:
-            self.deaths = self.deaths.after(Death.MET, worker.tier)
+            after = self.deaths.after(worker.tier)
+            self.deaths = await self.quarantine.shared(self.generation, after, name, alone=alone)
         self.journal.lost_worker(worker, self.deaths.remark)
+        last = f"The last was {worker.tier} worker {worker.worker_id}."
         if self.deaths.is_over:
             self.quarantine.add(self.generation, time.monotonic())
             raise PdserveError(
-                f"The request has ended because it has lost too many workers: {self.deaths}. The last was "
-                f"{worker.tier} worker {worker.worker_id}. The same request is refused for {REFUSED_S / 60:.0f} "
-                "minutes. See the logs of these workers."
+                f"The request has ended because {self.deaths.count} workers have failed by themselves while they "
+                f"computed it. {last} The same request is refused for {REFUSED_S / 60:.0f} minutes. See the logs of "
+                "these workers."
             ) from error
-
-    def _counts(self, worker: WorkerRecord) -> bool:
-        """Whether the request may be what ended a worker that says nothing of it. Notes the loss.
-
-        It is not where it went on after the death before, nor when as many workers were lost without it. The death that
-        would end it counts only if that many are no chance.
-        """
-        now, incarnation, has_gone_on = time.monotonic(), incarnation_of(worker), self._has_gone_on_since_death()
-        self.num_lost += 1
-        elsewhere = self.quarantine.lost(self.generation, incarnation, since=self.started_at, now=now)
-        if has_gone_on or self.num_lost - elsewhere <= self.deaths.met:
-            return False
-        return not self.deaths.after(Death.MET, worker.tier).is_over or self._chance(elsewhere, now) <= MAX_CHANCE
-
-    def _chance(self, elsewhere: int, now: float) -> float:
-        """How probable the request's losses are if it causes none, with so many elsewhere since it came."""
-        of_all = self.cluster.ready_seconds - self.worker_seconds_before
-        with_it = self.presence.seconds(now)
-        return probability_by_chance(self.num_lost, elsewhere, with_it / of_all if with_it < of_all else 1.0)
-
-    def _has_gone_on_since_death(self) -> bool:
-        """Whether there was an earlier death and new tokens since: what kills workers does so at the same token.
-
-        First tokens do not count. They come from prefill workers, on connections of their own.
-        """
-        tokens, before = self.output.completion_tokens, self.tokens_at_death
-        self.tokens_at_death = tokens
-        return before is not None and tokens > max(before, self.generation.sampling.n)
+        limit = self.cluster.policy.max_lost_workers
+        if self.num_lost >= limit:
+            raise PdserveError(
+                f"The request has ended because it has lost {self.num_lost} workers, which is the limit "
+                f"(--max-lost-workers). {last} See what ends them, then send the request again."
+            ) from error
 
     def answered(self, worker: WorkerRecord) -> None:
         """The worker has answered a call: other requests may use it, even if it appeared to be gone."""

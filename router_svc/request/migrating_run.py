@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -86,7 +85,6 @@ class MigratingRun:
         # From now on, not from the task's first turn: other requests are placed before that.
         sequences = self._context.generation.sampling.n
         counted.enter_context(self._cluster.in_flight.decoding(worker.worker_id, sequences))
-        counted.enter_context(self._context.presence.on_worker(time.monotonic))
 
         async def serve() -> DecodeFailed | PdserveError | None:
             try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from pdserve.base.errors import PeerLost
 from pdserve.v1 import decode_pb2, prefill_pb2
 from router_svc.request.calls import DecodeCall, prefill_call
@@ -31,7 +29,7 @@ async def prefill(
     )
     limits = context.cluster.policy.silence
     silence_s = limits.of_prefill(worker, None if ticket is None else ticket.lease_s)
-    with prompt.assigned(worker, placement.uncached_tokens), context.presence.on_worker(time.monotonic):
+    with prompt.assigned(worker, placement.uncached_tokens):
         async with prefill_call(cluster, worker, request, trace) as prefilling:
             while (event := await prefilling.next_event(silence_s)) is not None:
                 match event.WhichOneof("event"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Generic, TypeVar
@@ -59,7 +58,7 @@ class PromptAttempts(ABC, Generic[Result]):
         trace = context.journal.chose_prefill(placement, scores=scores)
         silence_s = context.cluster.policy.silence.of_prefill(worker, None)
         num_missing = placement.uncached_tokens
-        with context.prompt.assigned(worker, num_missing), context.presence.on_worker(time.monotonic):
+        with context.prompt.assigned(worker, num_missing):
             async with prefill_call(context.cluster, worker, request, trace) as call:
                 # To its end: the worker has forgotten the prompt then, and may get it again at once.
                 while (event := await call.next_event(silence_s)) is not None:

@@ -79,6 +79,5 @@ class PromptTask:
             prompt=QueuedPrompt(cluster.in_flight),
             quarantine=quarantine,
             log=self._log,
-            worker_seconds_before=cluster.ready_seconds,
         )
         await Saga(context).run()

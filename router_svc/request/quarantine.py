@@ -1,11 +1,9 @@
-"""Whether a request under which workers die goes on, goes on in steps of its own, or ends. Pure.
+"""Whether a request in whose steps workers fail goes on, goes on in steps of its own, or ends. Pure.
 
-    in company --2 deaths of the first kind, or 3 of the second--> alone --1 of the first, or 3 of the second--> over
+    in company --2 failures--> alone --1 more, or one in the other tier--> over
 
-A death of the first kind is a worker's own failure in a step with the request; all others are of the second kind, such
-as SIGKILL, or a lost machine. After one of the first kind, recovery keeps the request in that worker's tier. Of the
-second kind, as many do not count as workers were lost meanwhile without the request, and none ends a request that may
-well have met its deaths by chance.
+Only a failure that the worker reports itself counts: it names the requests of its step. A worker that is killed, or
+whose machine is lost, blames none. After the first failure, recovery keeps the request in that worker's tier.
 """
 
 from __future__ import annotations
@@ -15,22 +13,14 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 
 from pdserve.base.errors import Quarantined
 from pdserve.base.workers import Tier
 from router_svc.generation import Generation
-from router_svc.request.losses import Losses
-from router_svc.routing.incarnation import Incarnation
 
-#: Deaths in company, after which the request runs in steps of its own.
-MAX_OWN_IN_COMPANY = 2
-MAX_MET_IN_COMPANY = 3
-#: Deaths in steps of its own, after which the request ends.
-MAX_OWN_ALONE = 1
-MAX_MET_ALONE = 3
-#: Deaths of the second kind end no request that has met them by chance with a higher probability than this one.
-MAX_CHANCE = 1e-5
+#: Failures in company, after which the request runs in steps of its own, and failures there, after which it ends.
+MAX_IN_COMPANY = 2
+MAX_ALONE = 1
 #: Time for which a request is refused after it has ended so.
 REFUSED_S = 600.0
 #: Requests that are refused at a time, at most: of one router, and of all others together.
@@ -40,54 +30,41 @@ DIGEST_BYTES = 16
 _SAME_S = 5.0
 
 
-class Death(Enum):
-    """How a worker was lost under a request."""
-
-    #: It failed by itself, in a step that computed the request.
-    OWN = auto()
-    #: It was killed, its machine is gone, or it failed in a step without the request.
-    MET = auto()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deaths:
-    """The workers that were lost under one request."""
+    """The workers that have failed by themselves in a step that computed one request."""
 
-    own: int = 0
-    met: int = 0
-    own_alone: int = 0
-    met_alone: int = 0
-    #: Tier of the first worker that has failed by itself.
+    count: int = 0
+    #: Of those, in steps of its own.
+    alone: int = 0
+    #: Tier of the first one.
     tier: Tier | None = None
-    #: A worker of the other tier has failed by itself, too.
+    #: A worker of the other tier has failed, too.
     is_in_both_tiers: bool = False
 
-    def after(self, death: Death, tier: Tier) -> Deaths:
+    def after(self, tier: Tier) -> Deaths:
         """The deaths after one more, of a worker of this tier."""
-        alone = self.is_alone
-        if death is Death.MET:
-            return replace(self, met=self.met + 1, met_alone=self.met_alone + alone)
         return replace(
             self,
-            own=self.own + 1,
-            own_alone=self.own_alone + alone,
+            count=self.count + 1,
+            alone=self.alone + self.is_alone,
             tier=self.tier or tier,
             is_in_both_tiers=self.is_in_both_tiers or self.tier not in (None, tier),
         )
 
-    def known(self, *, own: int, own_alone: int) -> Deaths:
-        """The deaths, with those of the first kind of equal requests at all routers, if these are more."""
-        return replace(self, own=max(self.own, own), own_alone=max(self.own_alone, own_alone))
+    def known(self, *, count: int, alone: int) -> Deaths:
+        """The deaths, with those under equal requests at all routers, if these are more."""
+        return replace(self, count=max(self.count, count), alone=max(self.alone, alone))
 
     @property
     def is_alone(self) -> bool:
         """Whether workers compute the request in steps of its own."""
-        return self.own >= MAX_OWN_IN_COMPANY or self.met >= MAX_MET_IN_COMPANY
+        return self.count >= MAX_IN_COMPANY
 
     @property
     def is_over(self) -> bool:
         """Whether no worker gets the request any more."""
-        return self.own_alone >= MAX_OWN_ALONE or self.met_alone >= MAX_MET_ALONE or self.is_in_both_tiers
+        return self.alone >= MAX_ALONE or self.is_in_both_tiers
 
     def may_reach(self, tier: Tier) -> bool:
         """Whether recovery may let workers of this tier compute the prompt."""
@@ -98,9 +75,6 @@ class Deaths:
         """What this means for later attempts, for the decision record; empty: nothing."""
         where = f"stays in the {self.tier} tier" if self.tier is not None else ""
         return ", ".join(filter(None, (where, "in steps of its own" if self.is_alone else "")))
-
-    def __str__(self) -> str:
-        return f"{self.own} failed by themselves while they computed it, {self.met} were lost for other reasons"
 
 
 async def _of_one_router(digest: bytes, worker: str, alone: bool) -> tuple[int, int]:
@@ -122,20 +96,12 @@ class Quarantine:
         self.on_add: Callable[[bytes], None] = lambda digest: None
         #: Called with a digest, the name of a worker that has failed by itself under an equal request, and whether in a
         #: step of its own. Returns how many have, and how many of them in such steps, as far as routers know together.
-        self.on_own_death: Callable[[bytes, str, bool], Awaitable[tuple[int, int]]] = _of_one_router
-        #: Workers that the router has lost, whichever requests they had.
-        self.losses = Losses()
-
-    def lost(self, generation: Generation, worker: Incarnation, *, since: float, now: float) -> int:
-        """Notes that this worker was lost under the request. Returns how many were lost since then without it."""
-        digest = self._digest(generation)
-        self.losses.add(worker, digest, now)
-        return self.losses.without(digest, since)
+        self.on_death: Callable[[bytes, str, bool], Awaitable[tuple[int, int]]] = _of_one_router
 
     async def shared(self, generation: Generation, deaths: Deaths, worker: str, *, alone: bool) -> Deaths:
-        """The deaths under this request, with those under equal ones. The last was `worker`'s, of the first kind."""
-        own, own_alone = await self.on_own_death(self._digest(generation), worker, alone)
-        return deaths.known(own=own, own_alone=own_alone)
+        """The deaths under this request, with those under equal ones. The last was `worker`'s."""
+        count, num_alone = await self.on_death(self._digest(generation), worker, alone)
+        return deaths.known(count=count, alone=num_alone)
 
     def add(self, generation: Generation, now: float) -> None:
         """Refuses the request from now on."""

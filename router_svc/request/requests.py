@@ -13,7 +13,6 @@ from pdserve.base.errors import Draining, Forbidden, NoWorkers, Quarantined, Rat
 from pdserve.base.tasks import ServiceGroup, in_turns, service_group
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
-from pdserve.base.workers import WorkerRecord
 from pdserve.model.tokenizer import Tokenizer
 from router_svc.generation import BATCH_PRIORITY, Generation
 from router_svc.records.journal import Journal
@@ -40,7 +39,6 @@ from router_svc.request.run_log import RunLog, usage_of_all
 from router_svc.request.stream import DeltaStream
 from router_svc.request.waves import Start, Waves
 from router_svc.routing.cluster import Cluster, PrefixHashes
-from router_svc.routing.incarnation import incarnation_of
 
 #: What the key of the digests of refused requests is for.
 _REFUSED = "refused_requests"
@@ -112,10 +110,6 @@ class Requests:
     def is_draining(self) -> bool:
         """Whether requests are refused because the router is shutting down."""
         return self._is_draining
-
-    def lost(self, worker: WorkerRecord) -> None:
-        """Notes that a worker of the model was lost, whichever requests it had."""
-        self.quarantine.losses.add(incarnation_of(worker), None, time.monotonic())
 
     async def wait_idle(self) -> None:
         """Returns when no request is open."""

@@ -74,7 +74,7 @@ class SharedQuarantine:
         interval_s: float = _INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes `Quarantine.on_add` and `Quarantine.on_own_death`. `clock`: that of the quarantine."""
+        """Takes `Quarantine.on_add` and `Quarantine.on_death`. `clock`: that of the quarantine."""
         self._quarantine = quarantine
         self._store = store
         self._interval_s = interval_s
@@ -82,7 +82,7 @@ class SharedQuarantine:
         self._unshared: deque[bytes] = deque(maxlen=MAX_REFUSED)
         self._has_new = asyncio.Event()
         quarantine.on_add = self._share
-        quarantine.on_own_death = self._count
+        quarantine.on_death = self._count
 
     async def run(self) -> None:
         """Runs until cancelled."""

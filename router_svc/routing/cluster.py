@@ -41,6 +41,8 @@ class RoutingPolicy:
     reserve_timeout_s: float
     #: Time for which a tier without a ready worker is expected to have one again.
     worker_return_timeout_s: float = 60.0
+    #: Workers that one request may lose, whatever ends them.
+    max_lost_workers: int = 100
     #: Whether an answer that has begun may go on with workers that compute other bits, where no others are left.
     may_change_numerics: bool = True
     timeouts: TimeoutLimits = field(default_factory=TimeoutLimits)
@@ -102,11 +104,6 @@ class Cluster:
     def ready(self, tier: Tier, layout: KvLayout | None = None) -> list[WorkerRecord]:
         """Workers of the tier that serve the model and accept requests: those with `layout`, or all."""
         return [worker for worker in self.workers_of(tier) if worker.ready and layout in (None, worker.layout)]
-
-    @property
-    def ready_seconds(self) -> float:
-        """For how long workers of the model have been ready, added up over all of them."""
-        return self.directory.ready_seconds(self.policy.model_name)
 
     def expects(self, tier: Tier) -> bool:
         """Whether a worker of the tier is expected to be ready soon, because one was a short time ago."""

@@ -52,10 +52,10 @@ def _pids(cluster: Cluster, tier: str) -> dict[str, int]:
 def test_a_request_whose_steps_segfault_ends_three_workers_of_one_tier_and_is_refused_then(
     cluster: Cluster, faults: StepFaults
 ) -> None:
-    """Fails without the report of signals: each death counts as one from outside, and six workers of both tiers end."""
+    """Fails without the report of signals: no death counts, and workers of both tiers end."""
     cluster.wait_tiers(prefill=PREFILL, decode=DECODE)
     decode = _pids(cluster, "decode")
-    with pytest.raises(openai.InternalServerError, match="3 failed by themselves"):
+    with pytest.raises(openai.InternalServerError, match="3 workers have failed by themselves"):
         _complete(cluster, SEGFAULT)
     assert faults.deaths(SEGFAULT) == ["prefill"] * 3
     for _ in range(2):

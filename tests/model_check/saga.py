@@ -136,7 +136,7 @@ async def _score(scoring: Any, placement: Any) -> list[TokenLogprobs]:
     raise cluster.lose(placement.worker)
 
 
-async def _no_delivery(context: object, scores: object) -> None:
+def _no_delivery(context: object, scores: object) -> None:
     """The client has the scores."""
 
 

@@ -94,7 +94,7 @@ class SagaCluster:
     """The cluster as one request sees it."""
 
     def __init__(self, bounds: Bounds) -> None:
-        self.now = self.ready_seconds = 0.0
+        self.now = 0.0
         self.output = Output()
         self.ready_until: dict[Tier, float] = {"decode": 0.0, "prefill": 0.0}
         self.in_flight = InFlight(RouterId(ME))
@@ -111,6 +111,7 @@ class SagaCluster:
         )
         self.policy = SimpleNamespace(
             reserve_timeout_s=_LIMIT_S,
+            max_lost_workers=100,
             worker_return_timeout_s=_LIMIT_S,
             may_change_numerics=True,
             expects_prefill=True,

@@ -126,9 +126,7 @@ class Episode:
         tasks = []
         for number in range(report.requests):
             prompts = workload.prompts(number)
-            client = Client(
-                self.network, crowd, prompts, workload.behaviour(len(prompts)), may_resume=resume_s > 0
-            )
+            client = Client(self.network, crowd, prompts, workload.behaviour(len(prompts)), may_resume=resume_s > 0)
             self.clients.append(client)
             names = chance.sample(cluster.router_names, len(cluster.router_names))
             tasks.append(loop.start(crowd, self._request(client, workload.arrival(duration_s), names), "client"))

@@ -30,6 +30,7 @@ FOUND = {
     "lose-a-preempted-sequence": 2,
     "send-a-block-twice": 2,
     "share-without-a-copy": 2,
+    "write-in-the-attempt": 3,
 }
 #: Mutations that 40 requests without faults show; each takes seconds.
 ALL_IN_CALM = ("ignore-cancels", "ignore-deadlines", "let-go-late", "repeat-what-a-client-has", "send-a-block-twice")

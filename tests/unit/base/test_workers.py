@@ -175,18 +175,6 @@ def test_only_a_visible_change_is_reported() -> None:
     assert view.apply([], read_at=3)
 
 
-def test_incarnations_that_end_without_a_drain_have_vanished() -> None:
-    view = WorkerView(grace_s=0)
-    view.apply([sighting("a"), sighting("b"), sighting("c"), sighting("d")], read_at=0)
-    draining = replace(sighting("c").record, ready=False)
-    view.apply([sighting("a"), sighting("b", epoch=2), Sighting(record=draining, beat=2), sighting("d")], read_at=1)
-    assert [(record.worker_id, record.epoch) for record in view.vanished] == [("b", 1)]
-    view.apply([sighting("a"), sighting("b", epoch=2)], read_at=2)
-    assert [record.worker_id for record in view.vanished] == ["d"]
-    view.apply([sighting("a"), sighting("b", epoch=2)], read_at=3)
-    assert view.vanished == []
-
-
 def test_known_workers_stay_during_an_outage_and_its_grace_period() -> None:
     view = WorkerView(grace_s=5)
     view.apply([sighting("a"), sighting("b")], read_at=0)
@@ -280,21 +268,3 @@ def test_an_answer_reverts_the_loss() -> None:
     assert view.mark_alive(A, Epoch(1))
     assert shown(view) == ["a"]
     assert not view.mark_alive(A, Epoch(1))
-
-
-def test_ready_time_is_added_up_over_workers_until_each_is_lost() -> None:
-    view = WorkerView(grace_s=5.0)
-    assert view.ready_seconds(100.0, "tiny") == 0.0
-    view.apply([sighting("a"), sighting("b")], read_at=100.0)
-    assert view.ready_seconds(101.0, "tiny") == 2.0
-    view.mark_lost(WorkerId("b"), Epoch(1), now=102.0)
-    assert view.ready_seconds(103.0, "tiny") == 5.0
-    view.apply([sighting("a", beat=2)], read_at=104.0)
-    view.apply([], read_at=105.0)
-    assert view.ready_seconds(200.0, "tiny") == 7.0
-
-
-def test_ready_time_does_not_grow_by_more_than_the_grace_time_while_no_read_succeeds() -> None:
-    view = WorkerView(grace_s=5.0)
-    view.apply([sighting("a")], read_at=0.0)
-    assert view.ready_seconds(1000.0, "tiny") == 5.0

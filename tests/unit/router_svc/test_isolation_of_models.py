@@ -13,8 +13,8 @@ from pdserve.base.errors import Quarantined
 from pdserve.base.ids import BlockHash, RequestId, WorkerId
 from pdserve.base.metrics import GaugeSource
 from pdserve.base.sampling import SamplingParams
-from pdserve.base.workers import Sighting, Tier, TransportReport, WorkerRecord, WorkerView
-from router_svc.api.models import ModelBackend, Models
+from pdserve.base.workers import Tier, TransportReport, WorkerRecord
+from router_svc.api.models import ModelBackend
 from router_svc.generation import Generation, TextRules
 from router_svc.records.metrics import RouterMetrics
 from router_svc.records.recent_records import RecentRecords
@@ -84,13 +84,6 @@ def test_a_slow_path_of_another_models_worker_is_not_this_ones() -> None:
     assert cluster_of("large", OF_TINY, slow).slow_path == "decode-1 tcp instead of cma"
 
 
-def test_ready_time_is_that_of_the_models_workers() -> None:
-    view = WorkerView(grace_s=5.0)
-    view.apply([Sighting(record=record, beat=1) for record in (OF_TINY, OF_LARGE)], read_at=0.0)
-    view.mark_lost(OF_LARGE.worker_id, OF_LARGE.epoch, now=1.0)
-    assert (view.ready_seconds(3.0, "tiny"), view.ready_seconds(3.0, "large")) == (3.0, 1.0)
-
-
 def test_a_refused_request_is_not_refused_for_another_model() -> None:
     """Also where routers of both share a Redis, and equal prompts are equal tokens."""
     tiny, large = Quarantine(b"key", "tiny"), Quarantine(b"key", "large")
@@ -109,16 +102,6 @@ def backend_of(name: str, metrics: RouterMetrics) -> ModelBackend:
     model: Any = SimpleNamespace(name=name)
     requests = Requests(cluster, gate, recorders, tokenizer=None)  # type: ignore[arg-type]
     return ModelBackend(model=model, cluster=cluster, gate=gate, requests=requests, metrics=metrics)
-
-
-def test_a_lost_worker_is_noted_for_its_model() -> None:
-    """A second set of requests for the model, such as that of the rehearsal, must not take the note away."""
-    metrics = RouterMetrics(model_name="tiny")
-    models = Models([backend_of("tiny", metrics), backend_of("large", metrics.of_model("large"))])
-    models.lost(OF_LARGE)
-    models.lost(replace(OF_LARGE, model="of no router"))
-    losses = {backend.name: backend.requests.quarantine.losses.without(b"", 0.0) for backend in models}
-    assert losses == {"tiny": 0, "large": 1}
 
 
 def test_each_model_has_its_series_in_one_registry() -> None:

@@ -1,16 +1,15 @@
-"""Deliveries of two workers to one client, and losses of workers that a request has met."""
+"""Deliveries of two workers to one client, and the choice of a prefill worker."""
 
 from __future__ import annotations
 
 import asyncio
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from pdserve.base.errors import PdserveError, PeerLost, TransferError
+from pdserve.base.errors import TransferError
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams
 from pdserve.base.wire import sampling_to_wire, tokens_to_wire
@@ -38,9 +37,7 @@ def new_context(model_dir: Path, cluster: object = None) -> RequestContext:
         text=TextRules(),
         endpoint="test",
     )
-    journal = cast(
-        Journal, SimpleNamespace(produced=lambda completion_tokens: None, lost_worker=lambda worker, remark: None)
-    )
+    journal = cast(Journal, SimpleNamespace(produced=lambda completion_tokens: None))
     return RequestContext(
         generation=generation,
         hashes=PrefixHashes(generation.prompt, generation.cache_salt),
@@ -109,47 +106,6 @@ async def test_tokens_before_those_that_no_worker_sends_reach_the_client(model_d
             await context.deliver(skipped, None)
         context.stream.end()
     assert written == ["H"]
-
-
-async def lose_workers(context: RequestContext, losses: int) -> None:
-    for epoch in range(losses):
-        error = PeerLost("Lost decode worker decode-0: it closed the connection.")
-        error.__cause__ = ConnectionResetError()
-        await context.note_failure(worker_record("decode-0", epoch=epoch), error)
-
-
-def cluster_with(worker_seconds: float) -> SimpleNamespace:
-    """Workers have been ready for so long when the request has had them for ten seconds."""
-
-    async def requests_of_death(worker_id: object, epoch: object) -> None:
-        return None
-
-    directory = SimpleNamespace(mark_lost=lambda worker_id, epoch: None)
-    return SimpleNamespace(directory=directory, ready_seconds=worker_seconds, requests_of_death=requests_of_death)
-
-
-def was_on_workers(context: RequestContext, seconds: float) -> None:
-    ticks = count(0.0, seconds)
-    with context.presence.on_worker(lambda: next(ticks)):
-        pass
-
-
-async def test_a_request_under_which_six_workers_are_killed_at_once_each_time_ends(model_dir: Path) -> None:
-    context = new_context(model_dir, cluster_with(worker_seconds=100.0))
-    was_on_workers(context, 10.0)
-    await lose_workers(context, 5)
-    with pytest.raises(PdserveError, match="0 failed by themselves while they computed it, 6 were lost"):
-        await lose_workers(context, 1)
-
-
-async def test_losses_that_the_time_on_workers_explains_do_not_end_a_request(model_dir: Path) -> None:
-    """Fails when six losses end it: each kill of one of two workers meets every second request."""
-    context = new_context(model_dir, cluster_with(worker_seconds=15.0))
-    was_on_workers(context, 10.0)
-    await lose_workers(context, 15)
-    assert context.deaths.is_alone
-    with pytest.raises(PdserveError, match="too many workers"):
-        await lose_workers(context, 15)
 
 
 def test_a_prompt_is_not_handed_over_from_a_worker_to_itself(model_dir: Path) -> None:

@@ -11,7 +11,7 @@ from pdserve.base.errors import Quarantined
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from router_svc.generation import Generation, TextRules
-from router_svc.request.quarantine import DIGEST_BYTES, MAX_REFUSED, Death, Deaths, Quarantine
+from router_svc.request.quarantine import DIGEST_BYTES, MAX_REFUSED, Deaths, Quarantine
 from tests.support.callbacks import LIMIT_S
 
 POISON = Generation(
@@ -100,7 +100,6 @@ def test_the_number_of_refused_requests_is_bounded() -> None:
 
 
 def test_decisions_say_what_lost_workers_mean_for_later_ones() -> None:
-    once = Deaths().after(Death.OWN, "prefill")
+    once = Deaths().after("prefill")
     assert once.remark == "stays in the prefill tier"
-    assert once.after(Death.OWN, "prefill").remark == "stays in the prefill tier, in steps of its own"
-    assert Deaths().after(Death.MET, "decode").remark == ""
+    assert once.after("prefill").remark == "stays in the prefill tier, in steps of its own"
