@@ -43,7 +43,8 @@ from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from prefill_svc.spans import PromptTimes, PromptTrace
 from router_svc.api.request_span import request_span
 from router_svc.generation import Generation, TextRules
-from router_svc.records.record import Decision, Record, TracePhase
+from router_svc.records.entries import Decision
+from router_svc.records.record import Record, TracePhase
 from router_svc.records.spans import RequestTrace
 from tests.support.cluster import MODEL, Cluster, running_cluster
 from tests.support.spans import Collector, KeepingTracer, collecting

@@ -95,6 +95,8 @@ class RequestTrace(BaseModel):
     fallbacks: list[Incident] = []
     migrations: list[Move] = []
     pauses: list[Pause] = []
+    #: With those that the lists leave out.
+    counts: dict[str, int] = {}
     prefilled_by: str | None = None
     local_prefill_reason: str | None = None
     grammar_sha256: str | None = None
@@ -170,7 +172,7 @@ def render(trace: RequestTrace, *, width: int) -> RenderableType:
     if trace.reported:
         sections += [Text(), Text("measured by the workers", style="bold"), _reported(trace.reported)]
     if trace.decisions or trace.retries or trace.fallbacks:
-        sections += [Text(), Text("decisions", style="bold"), _decisions(trace)]
+        sections += [Text(), Text("decisions", style="bold"), _decisions(trace), *_left_out(trace)]
     return Group(*sections)
 
 
@@ -264,6 +266,19 @@ def _decisions(trace: RequestTrace) -> Table:
     for at, attempt, what, why, style in sorted(rows, key=lambda row: row[0]):
         table.add_row(f"  {_milliseconds(at)}", f"attempt {attempt}", Text(what, style=style), Text(why, style=style))
     return table
+
+
+def _left_out(trace: RequestTrace) -> list[Text]:
+    """What of a long record is not listed."""
+    listed = {
+        "decisions": len(trace.decisions),
+        "retries": len(trace.retries),
+        "fallbacks": len(trace.fallbacks),
+        "migrations": len(trace.migrations),
+    }
+    more = [f"{trace.counts[name] - count:,} {name}" for name, count in listed.items() if name in trace.counts]
+    more = [each for each in more if not each.startswith("0 ")]
+    return [Text(f"  not listed, in between: {', '.join(more)}", style="dim")] if more else []
 
 
 def _move(move: Move) -> str:

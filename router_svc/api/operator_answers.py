@@ -11,9 +11,10 @@ from pdserve.base.ids import WorkerId
 from pdserve.base.workers import Tier
 from router_svc.api.console.load import TierLoad
 from router_svc.api.console.problems import Problem
+from router_svc.records.entries import ComputedChunk, Decision, Incident
 from router_svc.records.migration import Migration
 from router_svc.records.pauses import Pause
-from router_svc.records.record import ComputedChunk, Decision, Incident, TracePhase
+from router_svc.records.record import TracePhase
 from router_svc.records.request_state import RequestState
 from router_svc.records.timeline import Phase, PhaseStart
 from router_svc.routing.local_prefill import LocalPrefillReason
@@ -119,6 +120,15 @@ class RequestList(TypedDict):
     requests: list[RequestBrief]
 
 
+class EntryCounts(TypedDict):
+    """How many entries there were, with those that the lists of a long record leave out."""
+
+    decisions: int
+    retries: int
+    fallbacks: int
+    migrations: int
+
+
 class DecisionRecord(_Request):
     """The decision record of a request. Times are seconds since `accepted_at`, which is Unix time."""
 
@@ -132,6 +142,7 @@ class DecisionRecord(_Request):
     fallbacks: list[Incident]
     migrations: list[Migration]
     pauses: list[Pause]
+    counts: EntryCounts
     grammar_sha256: str | None
     resumed_tokens: int | None
     reported: dict[str, float]

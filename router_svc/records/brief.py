@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from router_svc.records.record import Incident, Json, Record
+from router_svc.records.entries import Incident
+from router_svc.records.record import Json, Record
 
 
 def brief_of(record: Record) -> dict[str, Json]:

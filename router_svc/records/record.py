@@ -22,6 +22,7 @@ the workers measured.
       "migrations": [{"at": 0.1, "reason": "drain", "source": "decode-0", "target": "decode-1", "is_copied": true,
                       "ended_at": 0.13, "outcome": "moved", "sent_blocks": 9, "pause_s": 0.01, "error": null}],
       "pauses":    [{"at": 0.12, "seconds": 0.07, "completion_tokens": 9, "reason": "peer_lost"}],
+      "counts": {"decisions": 1, "retries": 1, "fallbacks": 1, "migrations": 1},    with those that no list has
       "prefilled_by": "prefill",      prefill|decode|null
       "grammar_sha256": null,         of the text of the grammar that the output has to match, in hexadecimal
       "resumed_tokens": null,         tokens that the router had from which the request was resumed
@@ -33,7 +34,8 @@ the workers measured.
 
 `seconds_in` is where the time went, over all attempts; it adds up to `finish`, or to the time so far.
 
-Phases, decisions and list entries appear only once they have happened.
+Phases, decisions and list entries appear only once they have happened. Of decisions, retries, fallbacks and migrations,
+the lists have the first and the last 32.
 """
 
 from __future__ import annotations
@@ -44,10 +46,11 @@ from enum import StrEnum
 from hashlib import sha256
 
 import pdserve
-from pdserve.base.ids import Epoch, RequestId, WorkerId
+from pdserve.base.ids import RequestId, WorkerId
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.workers import WorkerRecord
 from router_svc.generation import Generation
+from router_svc.records.entries import ComputedChunk, Decision, Entries, Incident
 from router_svc.records.migration import Migration
 from router_svc.records.pauses import Pause
 from router_svc.records.request_state import RequestProgress, RequestState
@@ -73,37 +76,6 @@ class TracePhase(StrEnum):
     FINISH = "finish"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """The choice of a worker."""
-
-    at: float
-    attempt: int
-    tier: str
-    worker: WorkerId
-    epoch: Epoch
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Incident:
-    """A retry, or a fallback to something that was not planned."""
-
-    at: float
-    attempt: int
-    reason: str
-    worker: WorkerId | None
-    error: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputedChunk:
-    """Progress of a prefill worker."""
-
-    at: float
-    computed_tokens: int
-
-
 @dataclass(slots=True, kw_only=True)
 class Record:
     """The decision record of one prompt. Only its `Journal` writes to it."""
@@ -122,10 +94,10 @@ class Record:
     phases: dict[TracePhase, float] = field(default_factory=dict)
     timeline: Timeline = field(default_factory=Timeline)
     chunks: list[ComputedChunk] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
-    retries: list[Incident] = field(default_factory=list)
-    fallbacks: list[Incident] = field(default_factory=list)
-    migrations: list[Migration] = field(default_factory=list)
+    decisions: Entries[Decision] = field(default_factory=Entries)
+    retries: Entries[Incident] = field(default_factory=Entries)
+    fallbacks: Entries[Incident] = field(default_factory=Entries)
+    migrations: Entries[Migration] = field(default_factory=Entries)
     pauses: list[Pause] = field(default_factory=list)
     reported: dict[str, float] = field(default_factory=dict)
     prefilled_by: str | None = None
@@ -282,6 +254,12 @@ class Record:
             "fallbacks": [asdict(incident) for incident in self.fallbacks],
             "migrations": [asdict(migration) for migration in self.migrations],
             "pauses": [asdict(pause) for pause in self.pauses],
+            "counts": {
+                "decisions": self.decisions.total,
+                "retries": self.retries.total,
+                "fallbacks": self.fallbacks.total,
+                "migrations": self.migrations.total,
+            },
             "prefilled_by": self.prefilled_by,
             "grammar_sha256": self.grammar_sha256,
             "resumed_tokens": self.resumed_tokens,

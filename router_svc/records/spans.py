@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import NO_TRACER, Attribute, Span, SpanEvent, SpanKind, Tracer
-from router_svc.records.record import Decision, Incident, Record, TracePhase
+from router_svc.records.entries import Decision, Entries, Incident
+from router_svc.records.record import Record, TracePhase
 from router_svc.records.request_state import RequestState
 
 PROVIDER = "pdserve"
@@ -30,7 +31,7 @@ class RequestTrace:
     #: The prompt's own span.
     context: TraceContext | None = field(init=False)
     #: A span for each of the record's decisions, in order.
-    calls: list[TraceContext | None] = field(default_factory=list)
+    calls: Entries[TraceContext | None] = field(default_factory=Entries)
 
     def __post_init__(self) -> None:
         self.context = self.tracer.child(self.parent)

@@ -85,7 +85,7 @@ class RequestContext:
             excluded=excluded,
         )
         workers = [each for each in self.cluster.ready(tier, layout) if numerics in (None, each.numerics_class)]
-        workers = [each for each in workers if self.is_understood_by(each)]
+        workers = [each for each in workers if self.is_understood_by(each) and self.fits_on(each)]
         if tier == "prefill":
             return choose_prefill(workers, demand, self.cluster.in_flight)
         return self._choose_copy(workers, demand) or choose_decode(workers, demand, self.cluster.in_flight)
@@ -107,7 +107,7 @@ class RequestContext:
         candidates = [
             worker
             for worker in self.cluster.ready("decode", source.layout)
-            if worker.numerics_class == source.numerics_class and self.is_understood_by(worker)
+            if worker.numerics_class == source.numerics_class and self.is_understood_by(worker) and self.fits_on(worker)
         ]
         if needs_room:
             candidates = [worker for worker in candidates if has_spare_blocks(worker, demand, self.cluster.in_flight)]
@@ -119,6 +119,16 @@ class RequestContext:
         """Whether the worker knows all of what the request asks for. An older one would ignore some of it."""
         sampling = self.generation.sampling
         return worker.sampling_version >= sampling.version and (worker.reads_grammars or not sampling.follows_text)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of one choice at its end, with the prompt."""
+        return len(self.generation.prompt) + self.generation.sampling.max_tokens
+
+    def fits_on(self, worker: WorkerRecord) -> bool:
+        """Whether the worker holds all that the request may need of it. A shorter one would cut the answer off."""
+        needed = self.max_tokens if worker.tier == "decode" else len(self.generation.prompt)
+        return worker.max_model_len >= needed
 
     def _choose_copy(self, candidates: Sequence[WorkerRecord], demand: Demand) -> Placement | None:
         """The candidate with copies of the request's blocks."""

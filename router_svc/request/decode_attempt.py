@@ -144,7 +144,7 @@ class DecodeAttempt:
     def _next_step(self, placement: Placement, error: PdserveError) -> NextStep:
         context = self._context
         return after_prefill_failure(
-            failure_of(error, is_reported=is_reported(error)),
+            failure_of(error, is_reported=is_reported(error), is_continuation=self._output.has_tokens),
             has_first_tokens=self._output.has_first_tokens,
             decode_has_started=self._call.has_started,
             has_other_prefill=context.has_other_prefill(placement, error, self._call.worker),

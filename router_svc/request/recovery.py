@@ -6,6 +6,8 @@ refused: no capacity         another                  wait                      
 lost, gone or stale          another                  wait                            fail
 a transfer failed            another, or the same     wait                            fail
 the prefill worker failed    the same, or another     wait                            fail
+refused as a stranger's      another                  wait                            fail
+  again by the same worker   fail                     fail                            fail
 broken in the request        another, once            wait, once                      fail
 the request is wrong         fail                     fail                            fail
 
@@ -30,8 +32,11 @@ from enum import Enum, auto
 
 from pdserve.base.errors import (
     CapacityError,
+    Diverged,
+    LayoutMismatch,
     PdserveError,
     PeerLost,
+    PeerRefused,
     RequestError,
     StaleError,
     TransferError,
@@ -57,6 +62,8 @@ class Failure(Enum):
     TRANSFER = auto()
     #: The worker is lost, silent or stale.
     WORKER = auto()
+    #: The worker takes the message for a stranger's. It may have restarted since, as another incarnation.
+    REFUSED = auto()
     #: The worker lives, and something is wrong with what it made of the request. Others may well do the same.
     BROKEN = auto()
     #: A prefill worker failed, and with it the attempt of the decode worker that waited for it.
@@ -92,26 +99,38 @@ class NextStep(Enum):
     CARRY_ON = auto()
 
 
-def failure_of(error: PdserveError, *, is_reported: bool) -> Failure:
-    """The kind of a failure. `is_reported`: the worker itself has answered with this error."""
+def failure_of(error: PdserveError, *, is_reported: bool, is_continuation: bool) -> Failure:
+    """The kind of a failure.
+
+    Args:
+        is_reported: the worker itself has answered with this error.
+        is_continuation: another worker has accepted the request before, and has computed tokens of it.
+    """
     if isinstance(error, RequestError):
-        return Failure.REQUEST
+        return Failure.BROKEN if is_continuation else Failure.REQUEST
     if isinstance(error, CapacityError):
         return Failure.CAPACITY
+    if isinstance(error, PeerRefused):
+        return Failure.REFUSED
+    if isinstance(error, (LayoutMismatch, Diverged)):
+        return Failure.BROKEN
     if isinstance(error, TransferError) and is_reported:
         return Failure.TRANSFER
     return Failure.WORKER if isinstance(error, (PeerLost, TransferTimeout, StaleError)) else Failure.BROKEN
 
 
-def after_decode_failure(failure: Failure, *, broken: int, has_other_decode: bool, is_expected: bool) -> NextStep:
+def after_decode_failure(
+    failure: Failure, *, broken: int, refused_again: bool, has_other_decode: bool, is_expected: bool
+) -> NextStep:
     """The step after a decode worker has failed.
 
     Args:
         broken: decode workers that broke in this request since its last token, this one included.
+        refused_again: the worker has refused the request before.
         has_other_decode: another decode worker can take the request.
         is_expected: a decode worker is expected back.
     """
-    if failure is Failure.REQUEST or (failure is Failure.BROKEN and broken > MAX_BROKEN):
+    if failure is Failure.REQUEST or (failure is Failure.BROKEN and broken > MAX_BROKEN) or refused_again:
         return NextStep.FAIL
     if has_other_decode:
         return NextStep.RETRY

@@ -57,6 +57,9 @@ class Saga:
         self._failed_decode: set[Incarnation] = set()
         self._avoided_decode: set[Incarnation] = set()
         self._met_decode: set[Incarnation] = set()
+        #: Those that have refused the request as a stranger's, and whether the last one has done so again.
+        self._refused_by: set[Incarnation] = set()
+        self._refused_again = False
         #: Since the last new token: failures of any kind, and decode workers that broke in the request.
         self._failures = 0
         self._broken = 0
@@ -124,8 +127,8 @@ class Saga:
             self._note(failure, placement.incarnation)
             if self._next_step(failure) is NextStep.FAIL:
                 # What two workers that live have broken in, a third will not do.
-                is_final = failure is Failure.REQUEST or self._broken > MAX_BROKEN
-                raise refusal if is_final else self._for_client(refusal)
+                is_final = failure is Failure.REQUEST or self._broken > MAX_BROKEN or self._refused_again
+                raise self._final(refusal, worker) if is_final else self._for_client(refusal)
             self._journal.retry(refusal, worker)
             self._output.forget_early()
             # The prompt may be cached by now, and a worker that started anew has nothing.
@@ -141,7 +144,7 @@ class Saga:
 
     def _failure_of(self, placement: Placement, worker: WorkerRecord, error: PdserveError) -> Failure:
         """`worker` is the one at fault, which may be a prefill worker."""
-        failure = failure_of(error, is_reported=is_reported(error))
+        failure = failure_of(error, is_reported=is_reported(error), is_continuation=self._output.has_tokens)
         if incarnation_of(worker) != placement.incarnation and failure is not Failure.REQUEST:
             failure = Failure.PREFILL
         if failure.excludes_worker:
@@ -165,11 +168,15 @@ class Saga:
         if self._failures == 1:
             self._same_class_until = self._now() + _CLASS_RETURN_S
         self._broken += failure is Failure.BROKEN
+        self._refused_again = failure is Failure.REFUSED and worker in self._refused_by
+        if failure is Failure.REFUSED:
+            self._refused_by.add(worker)
 
     def _next_step(self, failure: Failure) -> NextStep:
         return after_decode_failure(
             failure,
             broken=self._broken,
+            refused_again=self._refused_again,
             has_other_decode=self._choose_decode() is not None,
             is_expected=self._is_expected(),
         )
@@ -193,6 +200,12 @@ class Saga:
                     return placement
         return None
 
+    def _final(self, refusal: PdserveError, worker: WorkerRecord) -> PdserveError:
+        """The error that ends a request which no worker does better. What one has accepted before is not wrong."""
+        if isinstance(refusal, RequestError) and self._output.has_tokens:
+            return TransferError(f"Worker {worker.worker_id} refused to go on with the answer: {refusal}")
+        return refusal
+
     def _for_client(self, refusal: PdserveError) -> PdserveError:
         """The error that ends a request for which no decode worker is left."""
         ready = self._cluster.ready("decode")
@@ -200,6 +213,12 @@ class Saga:
             return NoWorkers(
                 "No decode worker that is ready knows all fields of the request, such as structured output. Update the "
                 "workers, or leave the fields out."
+            )
+        if ready and not any(map(self._context.fits_on, ready)):
+            longest = max(worker.max_model_len for worker in ready)
+            return NoWorkers(
+                f"The request may take {self._context.max_tokens} tokens with its prompt, and the decode workers that "
+                f"are ready hold {longest} at most. Retry later, or lower max_tokens."
             )
         if isinstance(refusal, (TransferError, StaleError)) and not ready:
             # What is missing is a worker, whichever one was lost: the same request may succeed later.

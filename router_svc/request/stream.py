@@ -222,7 +222,7 @@ class DeltaStream:
         """What the request is doing, for an error."""
         records = [journal.record for journal in self._journals]
         states = dict.fromkeys(record.state.value for record in records if not record.state.is_final)
-        retries = sum(len(record.retries) for record in records)
+        retries = sum(record.retries.total for record in records)
         tried = f" after {retries} retries" if retries else ""
         return f"it was {' and '.join(states) or 'complete'}{tried}, with {self.usage.completion_tokens} tokens so far"
 

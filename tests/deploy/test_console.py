@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from pdserve.base.workers import TransportReport, WorkerLoad
-from router_svc.records.record import Decision
+from router_svc.records.entries import Decision
 from router_svc.records.request_state import RequestState
 from tests.support.browser import Browser, find_chromium, open_browser
 from tests.support.cluster import Cluster, running_cluster

@@ -274,10 +274,11 @@ class FakeWorker:
         layout: KvLayout | None = None,
         reads_grammars: bool | None = None,
         sampling_version: int | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         """Changes the worker's report, and sends it at once."""
         given = {"load": load, "ready": ready, "layout": layout, "reads_grammars": reads_grammars}
-        given["sampling_version"] = sampling_version
+        given |= {"sampling_version": sampling_version, "max_model_len": max_model_len}
         self.record = replace(self.record, **{name: value for name, value in given.items() if value is not None})
         self.registrar.announce()
 

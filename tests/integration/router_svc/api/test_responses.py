@@ -142,14 +142,14 @@ async def test_a_choice_of_tools_reaches_the_workers_as_a_grammar(thinker: Scrip
 
 
 async def test_a_stream_that_fails_has_one_last_event(thinker: ScriptedCluster) -> None:
-    """An error that any other worker would have, too, so that the request does not go on elsewhere."""
+    """An error that any other worker has, too: two, without a token in between, are enough."""
     has_text = asyncio.Event()
 
     async def fail(context: Context) -> None:
         await has_text.wait()
         await failing(RequestError("no worker can do this"))(context)
 
-    thinker.script.fail("decode_token", None, None, fail)
+    thinker.script.fail("decode_token", None, None, fail, fail)
     _reply(thinker, "Hello, world.")
     lines = []
     body = {"model": NAME, "input": "Hi", "stream": True}

@@ -8,11 +8,14 @@ import pytest
 
 from pdserve.base.errors import (
     DigestMismatch,
+    Diverged,
     Draining,
+    LayoutMismatch,
     NoFreeBlocks,
     NotFound,
     PdserveError,
     PeerLost,
+    PeerRefused,
     RequestError,
     StaleEpoch,
     TransferError,
@@ -30,7 +33,7 @@ from router_svc.request.recovery import (
 )
 
 REQUEST, CAPACITY, TRANSFER, WORKER = Failure.REQUEST, Failure.CAPACITY, Failure.TRANSFER, Failure.WORKER
-PREFILL, BROKEN = Failure.PREFILL, Failure.BROKEN
+PREFILL, BROKEN, REFUSED = Failure.PREFILL, Failure.BROKEN, Failure.REFUSED
 FAIL, RETRY, WAIT = NextStep.FAIL, NextStep.RETRY, NextStep.WAIT
 RENEW, LOCAL = NextStep.RENEW_TICKET, NextStep.PREFILL_LOCALLY
 CARRY_ON, FAIL_ATTEMPT = NextStep.CARRY_ON, NextStep.FAIL_ATTEMPT
@@ -48,17 +51,28 @@ CARRY_ON, FAIL_ATTEMPT = NextStep.CARRY_ON, NextStep.FAIL_ATTEMPT
         (TransferTimeout("silent"), False, WORKER),
         (PeerLost("gone"), False, WORKER),
         (StaleEpoch("restarted"), True, WORKER),
+        (PeerRefused("no MAC"), True, REFUSED),
+        (LayoutMismatch("other blocks"), True, BROKEN),
+        (Diverged("other tokens"), True, BROKEN),
         (PdserveError("a bug"), True, BROKEN),
         (TransferError("it ended before every choice was complete"), False, BROKEN),
     ],
 )
 def test_failures_by_error(error: PdserveError, is_reported: bool, failure: Failure) -> None:
-    assert failure_of(error, is_reported=is_reported) is failure
+    assert failure_of(error, is_reported=is_reported, is_continuation=False) is failure
+    if failure is not REQUEST:
+        assert failure_of(error, is_reported=is_reported, is_continuation=True) is failure
+
+
+def test_what_a_worker_refuses_to_go_on_with_is_not_the_clients_fault() -> None:
+    """Another worker has accepted the request before."""
+    error = RequestError("The context holds 100 tokens.")
+    assert failure_of(error, is_reported=True, is_continuation=True) is BROKEN
 
 
 def test_every_error_is_some_failure() -> None:
     for cls, is_reported in itertools.product(error_classes().values(), (False, True)):
-        assert failure_of(cls.__new__(cls), is_reported=is_reported) in Failure
+        assert failure_of(cls.__new__(cls), is_reported=is_reported, is_continuation=False) in Failure
 
 
 def test_only_a_worker_that_is_not_at_fault_may_get_the_request_again() -> None:
@@ -76,6 +90,7 @@ AFTER_DECODE: dict[Failure, tuple[NextStep, NextStep, NextStep]] = {
     WORKER: (RETRY, WAIT, FAIL),
     PREFILL: (RETRY, WAIT, FAIL),
     BROKEN: (RETRY, WAIT, FAIL),
+    REFUSED: (RETRY, WAIT, FAIL),
     REQUEST: (FAIL, FAIL, FAIL),
 }
 TIERS = [(True, True), (False, True), (False, False)]
@@ -84,7 +99,9 @@ TIERS = [(True, True), (False, True), (False, False)]
 @pytest.mark.parametrize("failure", Failure)
 def test_after_a_decode_worker_has_failed(failure: Failure) -> None:
     steps = tuple(
-        after_decode_failure(failure, broken=MAX_BROKEN, has_other_decode=other, is_expected=expected)
+        after_decode_failure(
+            failure, broken=MAX_BROKEN, refused_again=False, has_other_decode=other, is_expected=expected
+        )
         for other, expected in TIERS
     )
     assert steps == AFTER_DECODE[failure]
@@ -92,9 +109,17 @@ def test_after_a_decode_worker_has_failed(failure: Failure) -> None:
 
 @pytest.mark.parametrize("failure", Failure)
 def test_what_another_worker_would_repeat_is_not_tried_again(failure: Failure) -> None:
-    """A wrong request at once; one that two workers in a row break in, too. All else ends with the deadline alone."""
-    step = after_decode_failure(failure, broken=MAX_BROKEN + 1, has_other_decode=True, is_expected=True)
-    assert step is (FAIL if failure in (REQUEST, BROKEN) else RETRY)
+    """A wrong request at once; one that two workers in a row break in, and one that a worker refuses twice, too.
+
+    All else ends with the deadline alone.
+    """
+    steps = [
+        after_decode_failure(
+            failure, broken=MAX_BROKEN + 1, refused_again=again, has_other_decode=True, is_expected=True
+        )
+        for again in (False, True)
+    ]
+    assert steps == [FAIL if failure in (REQUEST, BROKEN) else RETRY, FAIL]
 
 
 def test_the_first_retry_comes_at_once_and_later_ones_ever_later() -> None:
