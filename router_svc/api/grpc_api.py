@@ -157,19 +157,19 @@ class InferenceServicer:
             if self._resuming is None:
                 raise NotFound("Streams of this server cannot be resumed.")
             with limits_shown(self._limit_headers, client, context):
-                async with self._resuming.taken(client, API, request.request_id, seen) as (log, is_complete):
-                    backend = self._models.chosen(log.resumable.shape.model, client)
-                    [generation] = log.resumable.generations
-                    ids = event_ids(log, seen)
-                    has_prompt = request.position or not log.resumable.shape.return_token_ids
-                    prompt = () if has_prompt else generation.prompt
-                    if is_complete:
-                        await send(context, generation, ReplayedStream(log, backend.model.tokenizer), ids, prompt)
-                        return
-                    async with opened_call(self._open, generation.request_id, client, context) as opened:
-                        opened.trace = trace_of(context)
-                        async with backend.requests.run([generation], client, opened, log) as stream:
-                            await send(context, generation, stream, ids, prompt)
+                log, is_complete = await self._resuming.found(client, API, request.request_id, seen)
+                backend = self._models.chosen(log.resumable.shape.model, client)
+                [generation] = log.resumable.generations
+                ids = event_ids(log, seen)
+                has_prompt = request.position or not log.resumable.shape.return_token_ids
+                prompt = () if has_prompt else generation.prompt
+                if is_complete:
+                    await send(context, generation, ReplayedStream(log, backend.model.tokenizer), ids, prompt)
+                    return
+                async with opened_call(self._open, generation.request_id, client, context) as opened:
+                    opened.trace = trace_of(context)
+                    async with backend.requests.run([generation], client, opened, log) as stream:
+                        await send(context, generation, stream, ids, prompt)
 
     @method
     async def Cancel(  # noqa: N802 - the name is the protocol's

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.base.errors import NotFound, RequestError, StaleError
@@ -39,9 +38,8 @@ class Resuming:
         resumable = Resumable(shape=shape, generations=tuple(generations), model_revision=revision)
         return self.logs.new(_owner_of(client, api), resumable)
 
-    @asynccontextmanager
-    async def taken(self, client: Client, api: str, given_id: str, seen: Seen) -> AsyncIterator[tuple[StreamLog, bool]]:
-        """The stream of this id, for this router to go on with, and whether it is complete.
+    async def found(self, client: Client, api: str, given_id: str, seen: Seen) -> tuple[StreamLog, bool]:
+        """The stream of this id, and whether it is complete. It runs on where it does until it is taken.
 
         Raises:
             NotFound: the client has no such stream, which does not say whether others have.
@@ -51,11 +49,10 @@ class Resuming:
         if not self.logs.is_on:
             raise NotFound("Streams of this server cannot be resumed. Start its routers with --resume-timeout-s.")
         for header_id in _header_ids(given_id):
-            async with self.logs.take(_owner_of(client, api), header_id, seen.name) as taken:
-                if taken is not None:
-                    self._require_same_model(taken[0].resumable)
-                    yield taken
-                    return
+            found = await self.logs.find(_owner_of(client, api), header_id, seen.name)
+            if found is not None:
+                self._require_same_model(found[0].resumable)
+                return found
         raise NotFound(
             "There is no stream of this id that can be resumed: it is unknown, has failed, or ended too long "
             "ago. Send the request again."

@@ -254,17 +254,20 @@ class Record:
             "fallbacks": [asdict(incident) for incident in self.fallbacks],
             "migrations": [asdict(migration) for migration in self.migrations],
             "pauses": [asdict(pause) for pause in self.pauses],
-            "counts": {
-                "decisions": self.decisions.total,
-                "retries": self.retries.total,
-                "fallbacks": self.fallbacks.total,
-                "migrations": self.migrations.total,
-            },
+            "counts": self._counts(),
             "prefilled_by": self.prefilled_by,
             "grammar_sha256": self.grammar_sha256,
             "resumed_tokens": self.resumed_tokens,
             "local_prefill_reason": self.local_prefill_reason,
             "reported": dict(self.reported),
+        }
+
+    def _counts(self) -> dict[str, Json]:
+        return {
+            "decisions": self.decisions.total,
+            "retries": self.retries.total,
+            "fallbacks": self.fallbacks.total,
+            "migrations": self.migrations.total,
         }
 
 

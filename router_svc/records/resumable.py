@@ -6,7 +6,7 @@ The output is a function of the request, so what was not kept of it is made agai
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
@@ -186,19 +186,17 @@ def steps_to_bytes(steps: Iterable[LoggedStep]) -> bytes:
     ).SerializeToString()
 
 
-def steps_from_bytes(data: bytes) -> list[LoggedStep]:
-    """The steps of these bytes. Raises `Unreadable`."""
+def steps_from_bytes(data: bytes) -> Iterator[LoggedStep]:
+    """The steps of these bytes, each read when its turn comes. Raises `Unreadable`."""
     try:
-        return [
-            LoggedStep(
+        for step in pb.OutputLog.FromString(data).steps:
+            yield LoggedStep(
                 prompt_index=step.prompt_index,
                 choices=tuple(map(tokens_from_wire, step.choices)),
                 cached_tokens=step.cached_tokens,
                 layout=layout_from_record(step.layout.encode()) if step.layout else None,
                 numerics_class=step.numerics_class or None,
             )
-            for step in pb.OutputLog.FromString(data).steps
-        ]
     except (DecodeError, TransferError, ValidationError, ValueError) as error:
         raise _unreadable(error) from error
 
@@ -219,11 +217,6 @@ def single_tokens(chunks: Iterable[ChoiceTokens]) -> Iterable[ChoiceTokens]:
                 finish_reason=chunk.finish_reason if position == last else None,
                 stop_token_id=chunk.stop_token_id if position == last else None,
             )
-
-
-def steps_of(steps: Sequence[LoggedStep], prompt_index: int) -> list[LoggedStep]:
-    """The steps of one prompt."""
-    return [step for step in steps if step.prompt_index == prompt_index]
 
 
 def _unreadable(error: Exception) -> Unreadable:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.store import Argument
-from router_svc.records.resumable import Charge, LoggedStep, Resumable, request_to_bytes, steps_to_bytes
+from pdserve.base.tasks import in_turns
+from router_svc.records.resumable import (
+    Charge,
+    LoggedStep,
+    Resumable,
+    request_to_bytes,
+    steps_from_bytes,
+    steps_to_bytes,
+)
 from router_svc.records.stream_scripts import (
     APPEND,
     ARGUMENTS,
@@ -54,14 +62,14 @@ class StreamKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
-    """What a router found of a stream that it resumes."""
+class Found:
+    """What a router found of a stream that another one has started."""
 
     nonce: str
     fence: int
-    steps: tuple[LoggedStep, ...] = ()
-    #: Pieces in Redis. They may be more than could be read.
-    num_pieces: int = 0
+    is_complete: bool = False
+    #: Pieces of the output, sealed; none of a stream that runs elsewhere.
+    pieces: tuple[bytes, ...] = ()
     charge: Charge = field(default_factory=Charge)
     #: Lease of the limits of the client's key.
     lease: str = ""
@@ -73,6 +81,8 @@ class LogEvents:
 
     #: There is something to write.
     due: Callable[[StreamLog], None]
+    #: Takes the stream from the router that runs it.
+    take: Callable[[StreamLog], Awaitable[Found]]
     #: No more output is kept, for this reason.
     stopped: Callable[[str], None]
 
@@ -86,28 +96,33 @@ class StreamLog:
         key: StreamKey,
         seal: StreamSeal,
         events: LogEvents,
-        resumed: Resumed | None = None,
+        found: Found | None = None,
     ) -> None:
-        found = resumed or Resumed(nonce=secrets.token_hex(_NONCE_BYTES), fence=1)
+        """`found`: another router has started the stream, and runs it until `take`."""
         self.resumable = resumable
-        #: Steps of another router, which come before those of this one.
-        self.steps: Sequence[LoggedStep] = found.steps
+        #: Whether another router has started the stream.
+        self.is_resumed = found is not None
+        #: Whether this router runs the stream, as far as it knows.
+        self.is_ours = found is None
+        found = found or Found(nonce=secrets.token_hex(_NONCE_BYTES), fence=1)
         #: What others have charged for this stream.
         self.charge = found.charge
         #: Lease of the limits that the request has reserved; empty: there are none.
         self.lease = found.lease
         #: Called once when another router has resumed the stream.
         self.on_taken: Callable[[], None] = lambda: None
-        #: Whether this router runs the stream, as far as it knows.
-        self.is_ours = True
         self.key = key
         self._seal = seal
         self._events = events
         self._nonce = found.nonce
         self._fence = found.fence
-        self._has_started = resumed is not None
-        self._next_piece = found.num_pieces
-        self._home = _last_home(found.steps)
+        self._has_started = self.is_resumed
+        self._pieces: Sequence[bytes] = found.pieces
+        self._next_piece = len(found.pieces)
+        #: Where the last step comes from, of this router's and of others'.
+        self._home = Home()
+        #: Kind of the last write, whose answer is due.
+        self._written = ""
         self._pending: list[LoggedStep] = []
         self._piece: bytes | None = None
         self._num_bytes = 0
@@ -119,10 +134,32 @@ class StreamLog:
         #: Set when there is nothing more to wait for.
         self._ended = asyncio.Event()
 
+    async def take(self) -> None:
+        """This router runs a stream that it has found, from now on: the other one stops.
+
+        Raises `StoreError`, or `NotFound` when there is none any more.
+        """
+        found = await self._events.take(self)
+        self.is_ours = True
+        self.charge, self.lease = found.charge, found.lease
+        self._fence, self._pieces, self._next_piece = found.fence, found.pieces, len(found.pieces)
+
+    async def steps(self) -> AsyncIterator[LoggedStep]:
+        """The steps of other routers, which come before those of this one. Other callbacks run in between.
+
+        Raises `Unreadable`.
+        """
+        for index, piece in enumerate(self._pieces):
+            opened = self._seal.open(piece, self._nonce, index)
+            async for step in in_turns(steps_from_bytes(opened)):
+                self._home = Home(step.layout or self._home.layout, step.numerics_class or self._home.numerics_class)
+                yield step
+            await asyncio.sleep(0)
+
     @property
-    def is_resumed(self) -> bool:
-        """Whether another router has started the stream."""
-        return self._fence > 1
+    def home(self) -> Home:
+        """Where the last step that was read or added comes from."""
+        return self._home
 
     @property
     def is_stored(self) -> bool:
@@ -162,7 +199,7 @@ class StreamLog:
 
         Afterwards `is_ours` says whether this router may charge its part. Returns when Redis has answered.
         """
-        if self._ending is not None or self.is_over:
+        if self._ending is not None or self.is_over or not self.is_ours:
             return
         self.charge = charge
         self._ending = ending
@@ -213,12 +250,12 @@ class StreamLog:
             self._over()
         elif reply == GONE:
             self._lost()
-        elif not self._has_started:
+        elif self._written == START:
             self._has_started = True
-        elif self._piece is not None:
+        elif self._written == APPEND:
             self._piece = None
             self._next_piece += 1
-        elif self._ending is not None:
+        elif self._written in (LEAVE, FORGET):
             self._over()
         return not self.is_over and (self._ending is not None or bool(self._pending))
 
@@ -248,14 +285,9 @@ class StreamLog:
         self._ended.set()
 
     def _arguments(self, kind: str, *others: Argument) -> list[Argument]:
+        self._written = kind
         given: list[Argument] = [kind, self._nonce, self._fence, *others]
         return given + [""] * (ARGUMENTS - len(given))
-
-
-def _last_home(steps: Sequence[LoggedStep]) -> Home:
-    layouts = (step.layout for step in reversed(steps) if step.layout is not None)
-    classes = (step.numerics_class for step in reversed(steps) if step.numerics_class is not None)
-    return Home(next(layouts, None), next(classes, None))
 
 
 def open_request(seal: StreamSeal, sealed: bytes, nonce: str) -> bytes:

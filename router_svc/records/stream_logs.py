@@ -12,24 +12,23 @@ import hashlib
 import re
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from itertools import islice
 
-from pdserve.base.errors import StoreError
+from pdserve.base.errors import NotFound, StoreError
 from pdserve.base.metrics import CounterSource
-from pdserve.base.store import Reply, Store, as_bytes, as_list
-from router_svc.records.resumable import Charge, LoggedStep, Resumable, request_from_bytes, steps_from_bytes
+from pdserve.base.store import Argument, Reply, Store, as_bytes, as_list
+from router_svc.records.resumable import Charge, Resumable, request_from_bytes
 from router_svc.records.stream_log import (
     MAX_OUTPUT_BYTES,
     Ending,
+    Found,
     LogEvents,
-    Resumed,
     StreamKey,
     StreamLog,
     open_request,
 )
-from router_svc.records.stream_scripts import TAKE, WRITE
+from router_svc.records.stream_scripts import LOOK, READ, TAKE, WRITE
 from router_svc.records.stream_seal import StreamSeal
 
 STREAM_KEY, OUTPUT_KEY = "stream:", "stream-output:"
@@ -37,6 +36,7 @@ STREAM_KEY, OUTPUT_KEY = "stream:", "stream-output:"
 _MAX_REQUEST_TOKENS = 1 << 20
 #: A stream in Redis, with seals and small pieces.
 _MAX_READ_BYTES = 4 * MAX_OUTPUT_BYTES
+_MAX_READERS = 4
 #: Tokens are collected for this long. It is what a lost router costs beyond the time without it.
 _INTERVAL_S = 0.2
 _BATCH = 64
@@ -65,7 +65,9 @@ class StreamLogs:
         self._due: dict[StreamLog, None] = {}
         self._has_due = asyncio.Event()
         self._is_urgent = asyncio.Event()
-        self._events = LogEvents(due=self._is_due, stopped=self._stopped)
+        self._events = LogEvents(due=self._is_due, take=self._take, stopped=self._stopped)
+        #: Bounds what is read at a time.
+        self._reading = asyncio.Semaphore(_MAX_READERS)
         #: Streams that cannot be resumed with all of their output, by reason.
         self.lost: Counter[str] = Counter()
         #: Streams that other routers have resumed while they ran here.
@@ -102,11 +104,7 @@ class StreamLogs:
         if prompt_tokens > _MAX_REQUEST_TOKENS:
             self.lost["too_large"] += 1
             return None
-        return self._log(owner, resumable)
-
-    def _log(self, owner: str, resumable: Resumable, resumed: Resumed | None = None) -> StreamLog:
-        key = self._key(owner, resumable.shape.header_id)
-        return StreamLog(resumable, key, self._seal, self._events, resumed)
+        return StreamLog(resumable, self._key(owner, resumable.shape.header_id), self._seal, self._events)
 
     def _key(self, owner: str, header_id: str) -> StreamKey:
         # Tenants are names of any form, and one must never find the stream of another one.
@@ -133,56 +131,54 @@ class StreamLogs:
         except TimeoutError:
             log.give_up()
 
-    @asynccontextmanager
-    async def take(self, owner: str, header_id: str, name: str) -> AsyncIterator[tuple[StreamLog, bool] | None]:
-        """A stream of this owner for this router to run, and whether it is complete; None: there is no such stream.
+    async def find(self, owner: str, header_id: str, name: str) -> tuple[StreamLog, bool] | None:
+        """A stream of this owner, and whether it is complete; None: there is no such stream.
 
-        Another router that runs it will stop. `name`: start of its nonce, or empty. Leaving the block ends the log
-        unless that is done. Raises `StoreError`.
+        It runs on where it does until `StreamLog.take`. `name`: start of its nonce, or empty. Raises `StoreError`.
         """
         key = self._key(owner, header_id)
-        ttl_ms = int(max(self._ttl_s, 1.0) * 1000)
-        reply = as_list(await self._store.script(TAKE, keys=[key.stream, key.output], arguments=[name, ttl_ms]))
-        if not reply:
-            yield None
-            return
-        log, is_complete = self._taken(owner, reply)
-        self.resumed += 1
-        if is_complete:
-            yield log, True
-            return
-        self._open[log] = None
-        try:
-            yield log, False
-        finally:
-            if not log.is_over:
-                await self.end(log, Ending.LEFT, log.charge)
+        if (read := await self._read(LOOK, key, name)) is None:
+            return None
+        found, sealed = read
+        self.resumed += found.is_complete
+        request = open_request(self._seal, sealed, found.nonce)
+        resumable = request_from_bytes(request, suffix=secrets.token_hex(4))
+        return StreamLog(resumable, key, self._seal, self._events, found), found.is_complete
 
-    def _taken(self, owner: str, reply: list[Reply]) -> tuple[StreamLog, bool]:
-        """The log of what `TAKE` has found. Raises `StoreError`."""
+    async def _take(self, log: StreamLog) -> Found:
+        read = await self._read(TAKE, log.key, log.nonce)
+        if read is None:
+            raise NotFound("The stream has ended meanwhile, and cannot be resumed any more. Send the request again.")
+        self._open[log] = None
+        self.resumed += 1
+        return read[0]
+
+    async def _read(self, what: str, key: StreamKey, name: str) -> tuple[Found, bytes] | None:
+        """What is in Redis, and the sealed request. Raises `StoreError`."""
+        ttl_ms = int(max(self._ttl_s, 1.0) * 1000)
+        arguments: list[Argument] = [what, name, ttl_ms, _MAX_READ_BYTES]
+        async with self._reading:
+            reply = as_list(await self._store.script(READ, keys=[key.stream, key.output], arguments=arguments))
         found = [as_bytes(item) for item in reply]
-        if (num_bytes := sum(map(len, found))) > _MAX_READ_BYTES:
-            raise StoreError(f"The stream in Redis has {num_bytes} bytes, more than any stream of ours.")
+        if not found:
+            return None
+        if len(found) == 1:
+            raise StoreError(f"The stream in Redis has {int(found[0])} bytes, more than any stream of ours.")
         [nonce, fence, state, charged, lease, sealed], pieces = found[:6], found[6:]
         try:
-            name, number = nonce.decode("ascii"), int(fence)
+            nonce_text, number = nonce.decode("ascii"), int(fence)
             if lease and not _LEASE.fullmatch(lease):
                 raise ValueError(f"{lease[:40]!r} is no lease")
         except ValueError as error:
             raise StoreError(f"The stream in Redis cannot be read: {error!r:.300}.") from error
-        resumable = request_from_bytes(open_request(self._seal, sealed, name), suffix=secrets.token_hex(4))
-        steps: list[LoggedStep] = []
-        for index, piece in enumerate(pieces):
-            steps += steps_from_bytes(self._seal.open(piece, name, index))
-        resumed = Resumed(
-            nonce=name,
+        return Found(
+            nonce=nonce_text,
             fence=number,
-            steps=tuple(steps),
-            num_pieces=len(pieces),
+            is_complete=state == Ending.COMPLETE.value.encode(),
+            pieces=tuple(pieces),
             charge=Charge.from_text(charged),
             lease=lease.decode(),
-        )
-        return self._log(owner, resumable, resumed), state == Ending.COMPLETE.value.encode()
+        ), sealed
 
     async def run(self) -> None:
         """Writes until cancelled, then what is left, if Redis is available."""

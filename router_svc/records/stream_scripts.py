@@ -62,19 +62,31 @@ for i = 1, #KEYS / 2 do answers[i] = write(KEYS[2 * i - 1], KEYS[2 * i], unpack(
 return answers
 """
 
-# KEYS: stream, output. ARGV: start of the nonce, time to live in ms. Returns nothing if there is no such stream, else
-# nonce, fence, state, charged, lease, request and the pieces of the output. Only a complete one stays as it is.
-TAKE = """
+#: What a reader does: it looks whether there is such a stream, and takes it when it can run it.
+LOOK, TAKE = "look", "take"
+
+# KEYS: stream, output. ARGV: what to do, start of the nonce, time to live in ms, largest size of the answer. Returns
+# nothing if there is no such stream, its size if that is larger, else nonce, fence, state, charged, lease, request and,
+# if it is taken or complete, the pieces of the output. Only `take` changes a stream, unless that is complete.
+READ = """
 local found = redis.pcall('HMGET', KEYS[1], 'nonce', 'fence', 'state', 'charged', 'lease', 'request')
 if found.err then return {} end
 for i = 1, 6 do if not found[i] then return {} end end
-if string.sub(found[1], 1, #ARGV[1]) ~= ARGV[1] then return {} end
-if found[3] ~= 'complete' then
+if string.sub(found[1], 1, #ARGV[2]) ~= ARGV[2] then return {} end
+local size = 0
+for i = 1, 6 do size = size + #found[i] end
+if found[3] == 'complete' or ARGV[1] == 'take' then
+  for _, piece in ipairs(redis.call('LRANGE', KEYS[2], 0, -1)) do
+    size = size + #piece
+    found[#found + 1] = piece
+  end
+end
+if size > tonumber(ARGV[4]) then return {tostring(size)} end
+if found[3] ~= 'complete' and ARGV[1] == 'take' then
   found[2] = tostring(redis.call('HINCRBY', KEYS[1], 'fence', 1))
   redis.call('HSET', KEYS[1], 'state', 'running')
 end
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
-redis.call('PEXPIRE', KEYS[2], ARGV[2])
-for _, piece in ipairs(redis.call('LRANGE', KEYS[2], 0, -1)) do found[#found + 1] = piece end
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+redis.call('PEXPIRE', KEYS[2], ARGV[3])
 return found
 """

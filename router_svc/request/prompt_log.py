@@ -24,16 +24,16 @@ class PromptLog:
         self._steps: list[LoggedStep] = []
         #: Where the last tokens come from.
         self.home = Home()
-        layout = numerics = None
-        for step in log.steps:
-            layout, numerics = step.layout or layout, step.numerics_class or numerics
-            if step.prompt_index == prompt_index:
-                self._steps.append(step)
-                self.home = Home(layout, numerics)
+
+    def add(self, step: LoggedStep, home: Home) -> None:
+        """Another router had this step of the prompt, from `home`."""
+        self._steps.append(step)
+        self.home = home
 
     async def replay(self, generation: Generation, output: Output, journal: Journal, stream: DeltaStream) -> None:
         """Passes on what another router had, as it did."""
-        async for step in in_turns(self._steps):
+        steps, self._steps = self._steps, []
+        async for step in in_turns(steps):
             deltas = output.push(step.choices)
             journal.resumed(output.completion_tokens, step.cached_tokens)
             stream.push(deltas, first_choice=generation.first_choice)

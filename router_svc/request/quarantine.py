@@ -35,7 +35,7 @@ class Deaths:
     """The workers that have failed by themselves in a step that computed one request."""
 
     count: int = 0
-    #: Of those, in steps of its own.
+    #: Failures in steps of its own, among those.
     alone: int = 0
     #: Tier of the first one.
     tier: Tier | None = None

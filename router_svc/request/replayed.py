@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from pdserve.base.tasks import in_turns
 from pdserve.model.tokenizer import Tokenizer
 from router_svc.records.stream_log import StreamLog
 from router_svc.request.output import Output
@@ -17,13 +16,13 @@ class ReplayedStream:
 
     def __init__(self, log: StreamLog, tokenizer: Tokenizer) -> None:
         self._generations = log.resumable.generations
-        self._steps = log.steps
+        self._log = log
         self._outputs = [Output(generation, tokenizer) for generation in self._generations]
         self._cached = [0] * len(self._generations)
 
     async def write_to(self, write: Write, keep_alive: Callable[[], Awaitable[None]] | None = None) -> None:
         """Passes all deltas to `write`."""
-        async for step in in_turns(self._steps):
+        async for step in self._log.steps():
             first_choice = self._generations[step.prompt_index].first_choice
             deltas = self._outputs[step.prompt_index].push(step.choices)
             self._cached[step.prompt_index] = step.cached_tokens

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pdserve.base.errors import Draining, Forbidden, NoWorkers, Quarantined, RateLimited, RequestError
+from pdserve.base.errors import Draining, Forbidden, NoWorkers, PdserveError, Quarantined, RateLimited, RequestError
 from pdserve.base.tasks import ServiceGroup, in_turns, service_group
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
@@ -150,14 +150,23 @@ class Requests:
         async with self._entered(generations, run, waves, client) as slots:
             async for journal in in_turns(journals):
                 self._recorders.recent.add(journal.record)
-            run.begin(stream)
             try:
+                await self._begin(run, stream, journals)
                 async with service_group() as group:
                     started = [*zip(generations, prompts, journals, run.prompt_logs, strict=True)]
                     waves.run(slots, self._starter(started, group, stream), group, stream)
                     yield stream
             finally:
                 await self._end(client, journals, run, opened)
+
+    @staticmethod
+    async def _begin(run: RunLog, stream: DeltaStream, journals: Sequence[Journal]) -> None:
+        try:
+            await run.begin(stream)
+        except PdserveError as error:
+            for journal in journals:
+                journal.failed(error)
+            raise
 
     def _starter(self, prompts: Sequence[_Prompt], group: ServiceGroup, stream: DeltaStream) -> Start:
         def start(index: int, slot: QueueSlot) -> asyncio.Task[None]:

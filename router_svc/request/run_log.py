@@ -27,7 +27,7 @@ class RunLog:
         self.on_end: Callable[[], None] = lambda: None
         #: What other routers have charged for the request.
         self.charged = Charge() if log is None else log.charge
-        self.prompt_logs = [None if log is None else PromptLog(log, index) for index in range(len(journals))]
+        self._prompt_logs = [] if log is None else [PromptLog(log, index) for index in range(len(journals))]
 
     @property
     def lease(self) -> str:
@@ -49,10 +49,23 @@ class RunLog:
         """Tokens that count for the limits of the client's key."""
         return sum(tokens_charged(journal.record) for journal in self._journals)
 
-    def begin(self, stream: DeltaStream) -> None:
-        """The request has been accepted. `stream` ends when another router resumes it."""
+    @property
+    def prompt_logs(self) -> Sequence[PromptLog | None]:
+        """One for each prompt; None: its output is not kept."""
+        return self._prompt_logs or [None] * len(self._journals)
+
+    async def begin(self, stream: DeltaStream) -> None:
+        """The request has been accepted. `stream` ends when another router resumes it.
+
+        A stream of another router is taken only now. Raises `StoreError`, or `NotFound` when it has ended meanwhile.
+        """
         if self._log is None:
             return
+        if self._log.is_resumed:
+            await self._log.take()
+            self.charged = self._log.charge
+            async for step in self._log.steps():
+                self._prompt_logs[step.prompt_index].add(step, self._log.home)
         header_id = self._log.resumable.shape.header_id
         self._log.on_taken = lambda: stream.abort(
             StaleError(f"The stream {header_id} has ended here because its client has resumed it with another request.")

@@ -84,6 +84,8 @@ class DeltaStream:
         self._writing_since: float | None = None
         self._wrote_at = 0.0
         self._has_written = False
+        #: Tokens in what was passed on, with the write in progress.
+        self._completion_tokens = 0
         #: Whether nothing is taken any more.
         self._has_ended = False
         self._error: PdserveError | None = None
@@ -111,6 +113,7 @@ class DeltaStream:
         while await self._wait_for_news():
             self._writing_since = now()
             if self._pending:
+                self._completion_tokens += sum(len(delta.token_ids) for delta in self._pending[0])
                 await write(self._pending[0])
                 self._wrote()
             elif keep_alive is not None:
@@ -228,10 +231,10 @@ class DeltaStream:
 
     @property
     def usage(self) -> TokenUsage:
-        """Tokens so far; final once `write_to` has returned."""
+        """Tokens in what was passed on so far; final once `write_to` has returned."""
         records = [journal.record for journal in self._journals]
         return TokenUsage(
             prompt_tokens=sum(record.prompt_tokens for record in records),
-            completion_tokens=sum(record.completion_tokens for record in records),
+            completion_tokens=self._completion_tokens,
             cached_tokens=sum(record.cached_tokens for record in records),
         )

@@ -220,16 +220,16 @@ class SimulatedRouter:
     async def _resume(self, end: End, call: ClientRequest, last_event_id: str) -> None:
         assert self.router is not None
         seen, resuming = parse_event_id(last_event_id), self.router._resuming
-        async with resuming.taken(ANONYMOUS, HTTP, call.request_id, seen) as (log, is_complete):
-            ids = event_ids(log, seen)
-            if is_complete:
-                await _pass_on(end, ReplayedStream(log, self.router.models.first.model.tokenizer), ids)
-                return
-            async with (
-                self._opened(call) as opened,
-                self.router.models.first.requests.run(log.resumable.generations, opened=opened, log=log) as stream,
-            ):
-                await _pass_on(end, stream, ids)
+        log, is_complete = await resuming.found(ANONYMOUS, HTTP, call.request_id, seen)
+        ids = event_ids(log, seen)
+        if is_complete:
+            await _pass_on(end, ReplayedStream(log, self.router.models.first.model.tokenizer), ids)
+            return
+        async with (
+            self._opened(call) as opened,
+            self.router.models.first.requests.run(log.resumable.generations, opened=opened, log=log) as stream,
+        ):
+            await _pass_on(end, stream, ids)
 
     def _opened(self, call: ClientRequest) -> AbstractAsyncContextManager[OpenRequest]:
         assert self.router is not None

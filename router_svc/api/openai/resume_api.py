@@ -35,24 +35,24 @@ class ResumeApi:
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         client, seen = client_of(request), parse_event_id(request.headers.get(HEADER, ""))
-        async with self._resuming.taken(client, HTTP, request.match_info["id"], seen) as (log, is_complete):
-            backend, requests = self._responder.backend(request, log.resumable.shape.model), self._responder.open
-            generation = GenerationRequest.resumed(log.resumable, backend.model)
-            request[IDS] = ids = Ids(prefix="", header=log.resumable.shape.header_id)
-            formatter = self._formatter(generation, log, seen)
-            events = EventStream(request, ids)
-            try:
-                if is_complete:
-                    await events.send(formatter, ReplayedStream(log, backend.model.tokenizer))
-                    return await events.end()
-                request_id, timeout_s = generation.generations[0].request_id, timeout_of(request, requests)
-                async with requests.entered(request_id, client.tenant, timeout_s) as opened:
-                    opened.trace = request.get(TRACE)
-                    async with backend.requests.run(generation.generations, client, opened, log) as stream:
-                        await events.send(formatter, stream)
-            except PdserveError as error:
-                events.fail(error)
-            return await events.end()
+        log, is_complete = await self._resuming.found(client, HTTP, request.match_info["id"], seen)
+        backend, requests = self._responder.backend(request, log.resumable.shape.model), self._responder.open
+        generation = GenerationRequest.resumed(log.resumable, backend.model)
+        request[IDS] = ids = Ids(prefix="", header=log.resumable.shape.header_id)
+        formatter = self._formatter(generation, log, seen)
+        events = EventStream(request, ids)
+        try:
+            if is_complete:
+                await events.send(formatter, ReplayedStream(log, backend.model.tokenizer))
+                return await events.end()
+            request_id, timeout_s = generation.generations[0].request_id, timeout_of(request, requests)
+            async with requests.entered(request_id, client.tenant, timeout_s) as opened:
+                opened.trace = request.get(TRACE)
+                async with backend.requests.run(generation.generations, client, opened, log) as stream:
+                    await events.send(formatter, stream)
+        except PdserveError as error:
+            events.fail(error)
+        return await events.end()
 
     def _formatter(self, generation: GenerationRequest, log: StreamLog, seen: Seen) -> Formatter:
         endpoint = generation.generations[0].endpoint

@@ -35,19 +35,19 @@ async def _error_of_stream(cluster: ScriptedCluster) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("error", "most_starts"),
+    ("error", "max_starts"),
     [(STRANGER, 3), (LayoutMismatch("KV layouts differ."), 2)],
     ids=["refused as a stranger's", "other blocks"],
 )
 async def test_an_error_of_every_worker_ends_the_request_with_502(
-    cluster: ScriptedCluster, error: PdserveError, most_starts: int
+    cluster: ScriptedCluster, error: PdserveError, max_starts: int
 ) -> None:
     """Fails when it counts as a failed transfer: the request was tried again until its deadline, an hour later."""
     cluster.script.fail("decode", *[failing(error)] * 20)
     status, body = await cluster.complete()
     assert status == 502
     assert str(error) in body["error"]["message"]
-    assert len(cluster.calls.decode_starts) == most_starts
+    assert len(cluster.calls.decode_starts) == max_starts
 
 
 async def test_workers_that_have_restarted_may_refuse_a_request_once(cluster: ScriptedCluster) -> None:

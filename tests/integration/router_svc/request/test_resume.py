@@ -73,7 +73,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 #: Each takes a third of a second of processor time. `make test` runs those that find the most.
 full = pytest.mark.skipif(not IS_FULL, reason="one of many cases: `make test-all ARGS=full-depth` runs it")
-_QUICK = ((4, 9), (2, 1), (7, 9), (8, 1))
+_QUICK = ((4, 9), (2, 1), (5, 1), (7, 9), (8, 1))
 
 
 @pytest.mark.parametrize(
@@ -396,3 +396,31 @@ async def test_a_request_that_failed_leaves_nothing_to_resume(routers: Pair) -> 
         # As an event, or before there was any.
         assert b"it broke again" in await response.read()
     assert (await resume(routers.second, "broken"))[0] == 404
+
+
+@pytest.mark.parametrize("refusal", ["drains", "serves another model"])
+async def test_a_resume_that_is_refused_leaves_the_stream_where_it_runs(routers: Pair, refusal: str) -> None:
+    """Fails when the stream is taken before its new router knows that it can run it: nobody went on with it."""
+    body = {"model": NAME, "max_tokens": 40, "stream": True, "prompt": "Say hello"}
+    undisturbed = await post(routers.first, "/v1/completions", body)
+    routers.first.script.pace = pace = asyncio.Semaphore(3)
+    second = routers.second.router
+    headers = {"X-Request-Id": "healthy"}
+    async with (
+        Store(routers.first.router.config.redis_url) as store,
+        routers.first.http.post(f"{routers.first.base_url}/v1/completions", json=body, headers=headers) as response,
+    ):
+        data = await response.content.readany()
+        await eventually(lambda: exists(store, "stream-output:*:healthy"))
+        if refusal == "drains":
+            second.models.first.requests.drain()
+        else:
+            resuming = second._resuming
+            object.__setattr__(resuming, "revisions", {NAME: "another"})
+        status, error = await resume(routers.second, "healthy")
+        assert (status, b"error" in error) == (503 if refusal == "drains" else 409, True)
+        for _ in range(50):
+            pace.release()
+        data += await response.read()
+    assert normal(data) == normal(undisturbed)
+    assert routers.first.router._resuming.logs.taken == 0

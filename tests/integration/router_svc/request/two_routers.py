@@ -19,7 +19,7 @@ from router_svc.records.stream_log import Ending, StreamLog
 from router_svc.service import Router
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import ONE_OF_EACH
-from tests.support.redis import eventually
+from tests.support.redis import eventually, until
 from tests.support.tiny_model import END, tokens_of
 
 TEXT = "Hëllo world, this is it."
@@ -54,6 +54,8 @@ async def two_routers(redis: PrivateRedis, model_dir: Path, **settings: Any) -> 
     async with AsyncExitStack() as stack:
         opened = open_cluster(redis, model_dir, ONE_OF_EACH, **settings)
         first = await stack.enter_async_context(opened)
+        for worker in first.workers.values():
+            worker.set(max_model_len=512)  # The description of tools is long.
         config = first.router.config
         health = Health()
         store = await stack.enter_async_context(Store(config.redis_url, on_change=health.watch("redis")))
@@ -64,6 +66,9 @@ async def two_routers(redis: PrivateRedis, model_dir: Path, **settings: Any) -> 
         second = replace(first, base_url=url, admin_url=url, grpc_address=addresses.grpc, router=router)
         await second.knows(2)
         await eventually(second.is_ready_if_it_can_be)
+        for each in (first, second):
+            cluster = each.router.cluster
+            await until(cluster.directory, lambda cluster=cluster: cluster.max_model_len(0) == 512)
         first.script.replies = [[*tokens_of(TEXT), END], tokens_of("Another text. "), [*tokens_of("So"), END]]
         yield Pair(first, second)
 
