@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 
 from decode_svc.moves import Moves
-from decode_svc.session_events import MAX_COMMAND_BYTES, cost_of, flooded
+from decode_svc.session_events import Backlog
 from pdserve.base.ids import RequestId
-from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.tasks import ServiceGroup
 from pdserve.base.wire import tokens_from_wire
 from pdserve.v1 import decode_pb2 as pb
@@ -22,31 +20,33 @@ class CatchingUp:
     would stay behind for good.
     """
 
-    def __init__(self, worker: Worker, moves: Moves, request_id: RequestId) -> None:
+    def __init__(self, worker: Worker, moves: Moves, request_id: RequestId, backlog: Backlog) -> None:
+        """`backlog`: where commands count until a step has taken them."""
         self._worker = worker
         self._moves = moves
         self._request_id = request_id
-        self._known: deque[ChoiceTokens] = deque()
-        self._waiting_bytes = 0
+        self._backlog = backlog
+        self._waiting: deque[pb.DecodeRequest] = deque()
         self._is_running = False
 
     def take(self, command: pb.DecodeRequest, tasks: ServiceGroup) -> None:
-        """The client has these tokens. Errors of `Moves.catch_up` end `tasks`. Raises `RequestError` for a flood."""
-        self._waiting_bytes += cost_of(command)
-        if self._waiting_bytes > MAX_COMMAND_BYTES:
-            raise flooded(self._request_id, self._waiting_bytes)
-        self._known.extend(map(tokens_from_wire, command.catch_up.choices))
+        """The client has these tokens. Errors of `Moves.catch_up` end `tasks`."""
+        self._waiting.append(command)
         if not self._is_running:
             self._is_running = True
             tasks.start(self._run(), name=f"catching up {self._request_id}")
 
     async def _run(self) -> None:
-        while self._known:
-            self._waiting_bytes = 0
-            await self._worker.run(lambda: self._moves.catch_up(self._request_id, list(self._drain())))
+        while self._waiting:
+            for command in await self._worker.run(self._catch_up):
+                self._backlog.remove(command)
         self._is_running = False
 
-    def _drain(self) -> Iterable[ChoiceTokens]:
-        """Called on the step thread: what has come until then counts."""
-        while self._known:
-            yield self._known.popleft()
+    def _catch_up(self) -> list[pb.DecodeRequest]:
+        """Called on the step thread: what has come until then is taken, and returned."""
+        taken: list[pb.DecodeRequest] = []
+        while self._waiting:
+            taken.append(self._waiting.popleft())
+        known = (tokens_from_wire(choice) for command in taken for choice in command.catch_up.choices)
+        self._moves.catch_up(self._request_id, list(known))
+        return taken

@@ -37,10 +37,15 @@ class Departures:
         except PdserveError as error:
             metrics.ended(reason_of(error))
             log.warning("hand_off_failed", request_id=request_id, reason=error)
-            return pb.HandedOff(error=error_to_wire(error))
+            return pb.HandedOff(error=error_to_wire(error), number=command.number)
         metrics.ended("committed")
         metrics.sent(stats.sent_bytes, stats.sent_blocks, stats.busy_s, self._worker.transport.name)
-        return pb.HandedOff(sent_bytes=stats.sent_bytes, sent_blocks=stats.sent_blocks, transfer_s=stats.busy_s)
+        return pb.HandedOff(
+            sent_bytes=stats.sent_bytes,
+            sent_blocks=stats.sent_blocks,
+            transfer_s=stats.busy_s,
+            number=command.number,
+        )
 
     async def _send(self, request_id: RequestId, ticket: Ticket, lengths: Mapping[int, int]) -> SendStats:
         hold = partial(self._moves.hold, request_id, lengths, ticket.first_block)

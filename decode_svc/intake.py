@@ -68,9 +68,9 @@ class Intake:
         sealed = sealed_ticket(ticket, name, self._worker.seals)
         return pb.ReplicateResponse(ticket=sealed, missing=room.missing, is_partial=room.is_partial)
 
-    async def commit(self, commit: Commit, numerics_class: str) -> Received:
+    async def commit(self, commit: Commit) -> Received:
         """Waits until the copies are verified. Raises what `Receiver.commit` does."""
-        self._require_same_bits(numerics_class)
+        self._require_same_bits(commit.numerics_class)
         return await self._receiver().commit(commit)
 
     def _require_same_bits(self, numerics_class: str) -> None:

@@ -159,6 +159,8 @@ class Replication:
                 await self._round()
             except Draining:  # The step loop has ended, and with it all that could be copied.
                 return
+            except Exception as error:  # noqa: BLE001 - copies are worth no worker
+                log.error("replication_failed", exc=error)
 
     async def _round(self) -> None:
         running = await self._worker.run(self._replicas.running)
@@ -179,13 +181,22 @@ class Replication:
         metrics = self._worker.metrics
         try:
             return await self._send(target, batch)
+        except NoFreeBlocks as error:
+            metrics.replicated(reason_of(error))
         except PdserveError as error:
             metrics.replicated(reason_of(error))
-            if not isinstance(error, NoFreeBlocks):
-                log.info("replica_lost", worker=target.worker_id, reason=error)
-                for attempt_id in self._subjects.lose(target):
-                    await self._worker.run(partial(self._replicas.forget, attempt_id))
-            return False
+            log.info("replica_lost", worker=target.worker_id, reason=error)
+            await self._lose(target)
+        except Exception as error:  # noqa: BLE001 - copies are worth no worker
+            metrics.replicated("failed")
+            log.error("replica_lost", worker=target.worker_id, exc=error)
+            await self._lose(target)
+        return False
+
+    async def _lose(self, target: Target) -> None:
+        """No more copies go there. Routers of its requests hear that another worker is wanted."""
+        for attempt_id in self._subjects.lose(target):
+            await self._worker.run(partial(self._replicas.forget, attempt_id))
 
     async def _send(self, target: Target, batch: Batch) -> bool:
         metrics = self._worker.metrics

@@ -237,12 +237,11 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         """Verifies a transfer that is complete, and lets its sequences run."""
         metrics = self._worker.metrics
         try:
-            plain = self._worker.seals.open(Purpose.COMMIT, self._worker.seal_name, request)
-            commit = commit_from_proto(plain)
+            commit = commit_from_proto(self._worker.seals.open(Purpose.COMMIT, self._worker.seal_name, request))
             taker = self._sessions.get(commit.request_id) or self._others.intake.of(commit.request_id)
             if taker is None:
                 raise StaleError(f"Request {commit.request_id} is not on this worker. It has ended, or was never here.")
-            received = await taker.commit(commit, plain.numerics_class)
+            received = await taker.commit(commit)
         except PdserveError as error:
             metrics.ended(reason_of(error))
             metrics.stale("commit", error)

@@ -12,12 +12,10 @@ from decode_svc.other_workers import OtherWorkers
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.session_events import (
-    MAX_COMMAND_BYTES,
+    Backlog,
     ChoicesEnded,
     SessionEvent,
     Started,
-    cost_of,
-    flooded,
     overtaken,
 )
 from decode_svc.session_life import Queued, Receiving, Runnable
@@ -65,10 +63,8 @@ class DecodeSession:
         self._request_id = inbox.request_id
         #: Attempt of the last ticket, or of the start.
         self._attempt = inbox.attempt
-        self._catching_up = CatchingUp(worker, scheduler.moves, inbox.request_id)
-        self._waiting_bytes = 0
-        #: Whether a worker of another numerics class has sent a commit.
-        self._is_foreign = False
+        self._backlog = Backlog()
+        self._catching_up = CatchingUp(worker, scheduler.moves, inbox.request_id, self._backlog)
         self._num_cached_blocks = 0
         #: What happened when, for the request's spans.
         self.trace = DecodeTrace(opened_at=_now())
@@ -93,6 +89,7 @@ class DecodeSession:
             finally:
                 await self._release()
             self._has_ended = True
+            self._backlog.close()
             await self._stream.write(pb.DecodeResponse(ended=pb.DecodeEnded()))
             # The router closes the stream, and commands are read until then: one that nobody read would reset the
             # connection when it is closed here, and what the router has not read yet would be lost with it.
@@ -100,14 +97,12 @@ class DecodeSession:
             with suppress(PdserveError, PeerLeft):
                 await self._inbox.unless_failed(asyncio.wait((reading,), timeout=_CLOSE_TIMEOUT_S))
 
-    async def commit(self, commit: Commit, numerics_class: str) -> Received:
-        """Waits until the transfer is verified and its sequences are queued to run. Its sender is of this class.
+    async def commit(self, commit: Commit) -> Received:
+        """Waits until the transfer is verified and its sequences are queued to run.
 
         Raises what `Receiver.commit` does, the error with which activation failed, or `StaleError` when the request
         ended before it.
         """
-        # Noted before it is verified: after that, the session activates the KV by itself.
-        self._is_foreign |= numerics_class != self._worker.numerics_class
         received = await self._receiver.commit(commit)
         await self._activation_decided.wait()
         if self._not_active is not None:
@@ -118,11 +113,10 @@ class DecodeSession:
         while (command := await self._stream.read()) is not None:
             if self._has_ended:
                 continue
-            self._waiting_bytes += cost_of(command)
-            if self._waiting_bytes > MAX_COMMAND_BYTES:
-                self._inbox.put(Failed(error=flooded(self._request_id, self._waiting_bytes)))
-                return
+            self._backlog.add(command)
             self._inbox.put(command)
+            # A router that sends faster than commands are handled has to wait.
+            await self._backlog.wait_for_room()
         # Not raised here: that would cancel the release of blocks, should it be in progress.
         self._inbox.put(Failed(error=PeerLeft()))
 
@@ -146,7 +140,8 @@ class DecodeSession:
             case pb.DecodeResponse() as message:
                 await self._stream.write(message)
             case pb.DecodeRequest() as command:
-                self._waiting_bytes -= cost_of(command)
+                if command.WhichOneof("command") != "catch_up":
+                    self._backlog.remove(command)
                 await self._handle_command(command)
             case ChoicesEnded() | None:
                 return True
@@ -193,7 +188,7 @@ class DecodeSession:
 
     async def _activate(self, received: Received) -> None:
         try:
-            if self._is_foreign:
+            if received.numerics_class != self._worker.numerics_class:
                 key = secrets.token_bytes(HASH_KEY_BYTES)
                 await self._worker.run(lambda: self._scheduler.moves.isolate(self._request_id, key))
             await self._worker.run(lambda: self._scheduler.activate(self._request_id, received.first_tokens))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from kvtransfer.handover.reservation import Received
-from pdserve.base.errors import RequestError, StaleAttempt
+from pdserve.base.errors import StaleAttempt
 from pdserve.base.ids import RequestId
 from pdserve.engine.step import Grant, PrefillProgress, RequestStarted, RequestTokens
 from pdserve.v1 import decode_pb2 as pb
 
-#: Maximum size of the commands that wait to be handled; each counts for its bytes and the overhead. A router sends one
-#: for each choice, and one with each report of progress from a prefill worker.
+#: Size of the commands that wait to be handled from which on no more are read; each counts for its bytes and the
+#: overhead. A router sends one for each choice, and one with each report of progress from a prefill worker.
 MAX_COMMAND_BYTES, COMMAND_OVERHEAD = 1 << 16, 128
 
 
@@ -35,8 +36,38 @@ SessionEvent = (
 )
 
 
-def cost_of(command: pb.DecodeRequest) -> int:
-    """What the command counts for while it waits."""
+class Backlog:
+    """The commands of one router that wait. It belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        self._is_closed = False
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    def add(self, command: pb.DecodeRequest) -> None:
+        """A command has come, and waits."""
+        self._num_bytes += _cost_of(command)
+        if self._num_bytes > MAX_COMMAND_BYTES and not self._is_closed:
+            self._has_room.clear()
+
+    def remove(self, command: pb.DecodeRequest) -> None:
+        """A command has been handled."""
+        self._num_bytes -= _cost_of(command)
+        if self._num_bytes <= MAX_COMMAND_BYTES:
+            self._has_room.set()
+
+    def close(self) -> None:
+        """From now on, all commands are read, and none waits."""
+        self._is_closed = True
+        self._has_room.set()
+
+    async def wait_for_room(self) -> None:
+        """Returns when more may come."""
+        await self._has_room.wait()
+
+
+def _cost_of(command: pb.DecodeRequest) -> int:
     return command.ByteSize() + COMMAND_OVERHEAD
 
 
@@ -44,12 +75,4 @@ def overtaken(request_id: RequestId, message: str, attempt: int, oldest: int) ->
     """The error for a command of an attempt that the router has given up since."""
     return StaleAttempt(
         f"A {message} of attempt {attempt} of request {request_id} came when only attempts from {oldest} on counted."
-    )
-
-
-def flooded(request_id: RequestId, waiting_bytes: int) -> RequestError:
-    """The error of a router that sends commands faster than they are handled."""
-    return RequestError(
-        f"Request {request_id} has {waiting_bytes} bytes of commands waiting, limit {MAX_COMMAND_BYTES}. "
-        "Send them more slowly."
     )

@@ -37,12 +37,13 @@ class MessageLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitArrived:
-    """A commit with a valid MAC. All four fields are its identity: a repeated commit has the same."""
+    """A commit with a valid MAC. All fields are its identity: a repeated commit has the same."""
 
     request_id: RequestId
     attempt: int
     digests: tuple[bytes, ...]
     first_tokens: tuple[int, ...]
+    numerics_class: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +164,7 @@ class Verified:
 
     first_tokens: tuple[int, ...]
     receive_s: float
+    numerics_class: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,6 +111,7 @@ class IncomingTransfer:
                     attempt=commit.attempt,
                     digests=commit.digests,
                     first_tokens=commit.first_tokens,
+                    numerics_class=commit.numerics_class,
                 )
             )
             return await answer
@@ -229,6 +230,7 @@ class IncomingTransfer:
             received_blocks=self._shape.num_blocks,
             received_bytes=self._shape.num_blocks * self._ticket.layout.block_bytes,
             receive_s=verified.receive_s,
+            numerics_class=verified.numerics_class,
         )
         self.reservation.on_received(self._received)
 

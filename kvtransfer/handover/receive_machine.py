@@ -254,16 +254,16 @@ class ReceiveMachine:
     def _try_commit(self, now: float) -> list[ReceiveEffect]:
         if self.num_outstanding:
             return []
-        assert self._commit is not None
-        expected = self._commit.digests
-        wrong = [index for index, digest in enumerate(self._digests) if digest != expected[index]]
+        commit = self._commit
+        assert commit is not None
+        wrong = [index for index, digest in enumerate(self._digests) if digest != commit.digests[index]]
         if wrong:
             return self._break(transfer_errors.digests_differ(wrong, self._shape))
         self.state = ReceiveState.COMMITTED
         first = self._first_landed_at
         receive_s = 0.0 if first is None else self._last_landed_at - first
         return [
-            Verified(first_tokens=self._commit.first_tokens, receive_s=receive_s),
+            Verified(first_tokens=commit.first_tokens, receive_s=receive_s, numerics_class=commit.numerics_class),
             AnswerCommit(),
             # The sender repeats a commit whose answer it did not see.
             ForgetAt(at=now + self._lease_s),

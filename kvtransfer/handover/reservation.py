@@ -37,6 +37,8 @@ class Received:
     received_bytes: int
     #: Time from the first to the last received message.
     receive_s: float
+    #: That of the sender; empty: it is of an older version.
+    numerics_class: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,9 +197,11 @@ class Commit:
     digests: tuple[bytes, ...]
     first_tokens: tuple[int, ...]
     mac: bytes
+    #: That of the sender, which the MAC does not cover; empty: it is of an older version.
+    numerics_class: str = ""
 
     def require_authentic(self, key: bytes) -> None:
-        """Raises: DigestMismatch unless the MAC was made with the ticket's key over exactly these fields."""
+        """Raises: DigestMismatch unless the MAC was made with the ticket's key over these fields."""
         if not same_mac(self.mac, _mac_of(key, self)):
             raise DigestMismatch(f"The commit of request {self.request_id} is not signed with its ticket's key.")
 
@@ -250,6 +252,7 @@ def commit_from_proto(message: decode_pb2.CommitRequest) -> Commit:
         digests=tuple(message.digests),
         first_tokens=tuple(message.first_tokens),
         mac=message.mac,
+        numerics_class=message.numerics_class,
     )
 
 

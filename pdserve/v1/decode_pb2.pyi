@@ -300,6 +300,9 @@ class HandOff(_message.Message):
 
     TICKET_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Which of the hand-offs of this request it is, from 1."""
     @_builtins.property
     def ticket(self) -> Global___Ticket: ...
     @_builtins.property
@@ -313,10 +316,11 @@ class HandOff(_message.Message):
         *,
         ticket: Global___Ticket | None = ...,
         output: _abc.Iterable[Global___ChoiceLength] | None = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["output", b"output", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "output", b"output", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -501,9 +505,12 @@ class HandedOff(_message.Message):
     SENT_BLOCKS_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     sent_bytes: _builtins.int
     sent_blocks: _builtins.int
     transfer_s: _builtins.float
+    number: _builtins.int
+    """That of the HandOff; 0: a worker of an older version, which means the last."""
     @_builtins.property
     def error(self) -> _common_pb2.Error:
         """Why the blocks did not get there; absent if they did."""
@@ -515,10 +522,11 @@ class HandedOff(_message.Message):
         sent_blocks: _builtins.int = ...,
         transfer_s: _builtins.float = ...,
         error: _common_pb2.Error | None = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "sent_blocks", b"sent_blocks", "sent_bytes", b"sent_bytes", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "number", b"number", "sent_blocks", b"sent_blocks", "sent_bytes", b"sent_bytes", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -114,12 +114,9 @@ class StreamLog:
         self.key = key
         self._seal = seal
         self._events = events
-        self._nonce = found.nonce
-        self._fence = found.fence
+        self._found = found
         self._has_started = self.is_resumed
-        self._pieces: Sequence[bytes] = found.pieces
         self._next_piece = len(found.pieces)
-        #: Where the last step comes from, of this router's and of others'.
         self._home = Home()
         #: Kind of the last write, whose answer is due.
         self._written = ""
@@ -142,15 +139,15 @@ class StreamLog:
         found = await self._events.take(self)
         self.is_ours = True
         self.charge, self.lease = found.charge, found.lease
-        self._fence, self._pieces, self._next_piece = found.fence, found.pieces, len(found.pieces)
+        self._found, self._next_piece = found, len(found.pieces)
 
     async def steps(self) -> AsyncIterator[LoggedStep]:
         """The steps of other routers, which come before those of this one. Other callbacks run in between.
 
         Raises `Unreadable`.
         """
-        for index, piece in enumerate(self._pieces):
-            opened = self._seal.open(piece, self._nonce, index)
+        for index, piece in enumerate(self._found.pieces):
+            opened = self._seal.open(piece, self._found.nonce, index)
             async for step in in_turns(steps_from_bytes(opened)):
                 self._home = Home(step.layout or self._home.layout, step.numerics_class or self._home.numerics_class)
                 yield step
@@ -169,7 +166,7 @@ class StreamLog:
     @property
     def nonce(self) -> str:
         """The random name of the stream, in hexadecimal."""
-        return self._nonce
+        return self._found.nonce
 
     def begin(self) -> None:
         """The request has been accepted here."""
@@ -221,7 +218,7 @@ class StreamLog:
     def write(self) -> list[Argument]:
         """The arguments of the next write. The one after it follows the answer to this one."""
         if not self._has_started:
-            sealed = self._seal.seal(request_to_bytes(self.resumable), self._nonce, _REQUEST_INDEX)
+            sealed = self._seal.seal(request_to_bytes(self.resumable), self._found.nonce, _REQUEST_INDEX)
             return self._arguments(START, sealed, self.charge.to_text(), self.lease)
         if self._piece is None and self._pending:
             piece = steps_to_bytes(self._pending)
@@ -230,7 +227,7 @@ class StreamLog:
             if self._num_bytes > MAX_OUTPUT_BYTES:
                 self._stop("too_large")
             else:
-                self._piece = self._seal.seal(piece, self._nonce, self._next_piece)
+                self._piece = self._seal.seal(piece, self._found.nonce, self._next_piece)
         if self._piece is not None:
             return self._arguments(APPEND, self._next_piece, self._piece)
         if self._ending is Ending.FAILED:
@@ -286,7 +283,7 @@ class StreamLog:
 
     def _arguments(self, kind: str, *others: Argument) -> list[Argument]:
         self._written = kind
-        given: list[Argument] = [kind, self._nonce, self._fence, *others]
+        given: list[Argument] = [kind, self._found.nonce, self._found.fence, *others]
         return given + [""] * (ARGUMENTS - len(given))
 
 

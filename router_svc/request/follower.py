@@ -6,7 +6,7 @@ Tokens of both go to the client, each position once. So nothing stops: if the fo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pdserve.base.errors import Diverged, NoFreeBlocks, PdserveError, TransferError
 from pdserve.base.seals import Purpose
@@ -17,14 +17,24 @@ from router_svc.request.calls import DecodeCall, DecodeFailed
 from router_svc.request.context import RequestContext, ignore_tokens
 from router_svc.request.pursuit import Pursuit
 
+#: Tokens in one message to a worker that catches up: at most 40 KiB. Workers of the last release hold 64 KiB.
+_MAX_PIECE = 8192
+
 
 class Follower:
     """One move of a request, over `target`, the call to the worker that it goes to."""
 
     def __init__(
-        self, context: RequestContext, source: DecodeCall, target: DecodeCall, on_caught_up: Callable[[], None]
+        self,
+        context: RequestContext,
+        source: DecodeCall,
+        target: DecodeCall,
+        on_caught_up: Callable[[], None],
+        *,
+        number: int,
     ) -> None:
-        """`on_caught_up` is called when `source` is not needed any more."""
+        """`on_caught_up` is called when `source` is not needed any more. `number`: which move of the request it is."""
+        self._number = number
         self._context = context
         self._output = context.output
         self._source = source
@@ -35,6 +45,8 @@ class Follower:
         #: The client has tokens that the target was not given.
         self._has_more = asyncio.Event()
         self._giving = asyncio.Lock()
+        #: Set with each event of the target.
+        self._has_heard = asyncio.Event()
         #: Tokens of every choice that the target was started with.
         self._lengths: dict[int, int] = {}
         #: Whether the target needs no more tokens of others.
@@ -68,6 +80,7 @@ class Follower:
         await self._target.send(decode_pb2.DecodeRequest(start=sealed))
         while not self._output.is_finished:
             event = await self._target.next_event(self._context.cluster.policy.silence)
+            self._has_heard.set()
             match event.WhichOneof("event"):
                 case "ticket":
                     await self._hand_off(event.ticket.ticket)
@@ -95,7 +108,9 @@ class Follower:
             self._on_caught_up()
 
     def handed_off(self, result: decode_pb2.HandedOff) -> None:
-        """The source has sent the blocks, or could not, which ends this."""
+        """The source has sent the blocks, or could not, which ends this. Ignored if it is about an earlier move."""
+        if result.number not in (0, self._number):
+            return
         self.sent_blocks = result.sent_blocks
         if result.HasField("error") and not self.has_caught_up:
             self._refusal = error_from_wire(result.error)
@@ -105,7 +120,7 @@ class Follower:
         lengths = [
             decode_pb2.ChoiceLength(choice_index=choice, num_tokens=length) for choice, length in self._lengths.items()
         ]
-        hand_off = decode_pb2.HandOff(ticket=ticket, output=lengths)
+        hand_off = decode_pb2.HandOff(ticket=ticket, output=lengths, number=self._number)
         await self._source.send(decode_pb2.DecodeRequest(hand_off=hand_off))
 
     def _came(self, call: DecodeCall | None) -> None:
@@ -118,7 +133,7 @@ class Follower:
         while not self.has_caught_up:
             await self._has_more.wait()
             self._has_more.clear()
-            await self._give()
+            await self._give(in_steps=True)
 
     async def _take(self, tokens: Sequence[common_pb2.ChoiceTokens]) -> None:
         for each in tokens:
@@ -132,21 +147,25 @@ class Follower:
             await self.take_over()
         await self._context.deliver(tokens, self._target)
 
-    async def _give(self) -> None:
-        """Gives the target what the client has more than it, and ends the choices that are over."""
+    async def _give(self, *, in_steps: bool = False) -> None:
+        """Gives the target what the client has more than it, and ends the choices that are over.
+
+        `in_steps`: much comes in pieces, each after the target has been heard. One that is behind is not flooded so.
+        """
         async with self._giving:
             for choice in self._output.over - self._stopped:
                 self._stopped.add(choice)
                 stop = decode_pb2.StopChoice(choice_index=choice)
                 await self._target.send(decode_pb2.DecodeRequest(stop_choice=stop))
-            known = []
+            known: list[common_pb2.ChoiceTokens] = []
             for choice, length in self._output.open_lengths.items():
                 first = self._pursuit.give(choice, length)
-                tokens = self._output.tokens_of(choice)[first:]
-                if tokens:
-                    known.append(common_pb2.ChoiceTokens(choice_index=choice, first_index=first, token_ids=tokens))
-            if known:
-                await self._target.send(decode_pb2.DecodeRequest(catch_up=decode_pb2.CatchUp(choices=known)))
+                known += _pieces(choice, self._output.tokens_of(choice)[first:], first)
+            for index, choices in enumerate(_messages(known)):
+                if index and in_steps:
+                    await self._has_heard.wait()
+                self._has_heard.clear()
+                await self._target.send(decode_pb2.DecodeRequest(catch_up=decode_pb2.CatchUp(choices=choices)))
 
     def _require_finished(self) -> None:
         if not self._output.is_finished:
@@ -155,6 +174,27 @@ class Follower:
                 TransferError(f"Decode worker {worker.worker_id} ended the stream before every choice was complete."),
                 worker,
             )
+
+
+def _pieces(choice: int, tokens: Sequence[int], first: int) -> Iterator[common_pb2.ChoiceTokens]:
+    """The tokens from index `first` on, at most `_MAX_PIECE` each."""
+    for start in range(0, len(tokens), _MAX_PIECE):
+        piece = tokens[start : start + _MAX_PIECE]
+        yield common_pb2.ChoiceTokens(choice_index=choice, first_index=first + start, token_ids=piece)
+
+
+def _messages(pieces: Iterable[common_pb2.ChoiceTokens]) -> Iterator[list[common_pb2.ChoiceTokens]]:
+    """Pieces that go together: few tokens of many choices, or one large piece."""
+    together: list[common_pb2.ChoiceTokens] = []
+    num_tokens = 0
+    for piece in pieces:
+        if together and num_tokens + len(piece.token_ids) > _MAX_PIECE:
+            yield together
+            together, num_tokens = [], 0
+        together.append(piece)
+        num_tokens += len(piece.token_ids)
+    if together:
+        yield together
 
 
 def _now() -> float:

@@ -56,6 +56,7 @@ class MigratingRun:
         self._follower: _Stay | None = None
         #: Why the request moves.
         self._reason = ""
+        self._num_moves = 0
         #: Workers that a move to has failed.
         self._failed: set[Incarnation] = set()
         #: Whether blocks may be copied; else they are computed again.
@@ -189,9 +190,11 @@ class MigratingRun:
         trace = self._journal.moves(self._reason, current.placement.worker, target, is_copied=is_copied)
         start = decode_start(self._context, 0 if is_copied else _ALWAYS, trace, is_moving=is_copied)
         stay = self._follower = _Stay(target)
+        self._num_moves += 1
+        number = self._num_moves
 
         async def follow(call: DecodeCall) -> None:
-            stay.follower = Follower(self._context, source, call, self._changed.set)
+            stay.follower = Follower(self._context, source, call, self._changed.set, number=number)
             source.on_handed_off = stay.follower.handed_off
             await stay.follower.run(start)
 

@@ -139,6 +139,7 @@ class _DecodeSession:
             self._calls.commits[hand_off.ticket.transfer_id].set()
         except PdserveError as error:
             handed_off = decode_pb2.HandedOff(error=error_to_wire(error))
+        handed_off.number = hand_off.number
         await self._stream.write(decode_pb2.DecodeResponse(handed_off=handed_off))
 
     async def _follow_commands(self, tasks: Any) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from decode_svc.intake import Intake
 from decode_svc.replicas import Replicas
+from decode_svc.replication import Replication, Subjects
 from kvtransfer.handover.receiver import Receiver
 from pdserve.base.errors import PeerRefused, RequestError, StaleError
 from pdserve.base.rpc import mapped_rpc_errors, open_channel
@@ -164,6 +165,46 @@ async def test_another_worker_is_wanted_when_one_cannot_be_reached(
             assert await arrivals.get() > 0
         request.cancel()
         await _resume_steps(cluster)
+        await _all_free(cluster)
+
+
+async def test_a_fault_while_blocks_are_copied_costs_the_copies_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when copying, which is best effort, ends the worker: two faults, in a copy and in its round."""
+    arrivals = noted_arrivals(monkeypatch)
+    monkeypatch.setattr("decode_svc.replication._AGAIN_S", 0.0)
+    faults = ["copy", "round"]
+    send, by_target = Replication._send, Subjects.by_target
+
+    async def sending(replication: Any, *arguments: Any) -> bool:
+        if faults and faults[0] == "copy":
+            faults.pop(0)
+            raise ValueError("a fault of our own")
+        return await send(replication, *arguments)
+
+    def targets(subjects: Any) -> Any:
+        if faults and faults[0] == "round":
+            faults.pop(0)
+            raise KeyError("another fault of our own")
+        return by_target(subjects)
+
+    monkeypatch.setattr(Replication, "_send", sending)
+    monkeypatch.setattr(Subjects, "by_target", targets)
+    async with running_cluster(model, decode=SETTINGS, prefill=SETTINGS, have_roles=True) as cluster:
+        expected = await cluster.local(PROMPT, max_tokens=TOKENS)
+        hold_steps(monkeypatch, after=SEEN, until="check_integrity")
+        request = cluster.request(PROMPT, max_tokens=TOKENS)
+        await request.start(local_prefill_threshold=ALWAYS_LOCAL)
+        await request.send(replicate_to=named(cluster.prefill, cluster.prefill_address))
+        assert await _wanted(request, cluster.prefill.epoch)
+        await request.send(replicate_to=named(cluster.prefill, cluster.prefill_address))
+        async with asyncio.timeout(DEADLINE_S):
+            assert await arrivals.get() > 0
+        assert faults == []
+        request.cancel()
+        await _resume_steps(cluster)
+        assert await cluster.local(PROMPT, max_tokens=TOKENS) == expected
         await _all_free(cluster)
 
 

@@ -120,6 +120,7 @@ class SlowReceiver:
         self.reservation: Reservation | None = None
         self.num_aborts = 0
         self.renews = False
+        self.numerics_class = CLASS
 
     async def grant(self, reservation: Reservation, *, attempt: int) -> Ticket:
         self.reservation = reservation
@@ -151,6 +152,7 @@ class SlowReceiver:
             received_blocks=1,
             received_bytes=64,
             receive_s=0.0,
+            numerics_class=self.numerics_class,
         )
         self.reservation.on_received(received)
         return received

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from decode_svc.catching_up import CatchingUp
-from decode_svc.session_events import MAX_COMMAND_BYTES
-from pdserve.base.errors import Diverged, RequestError
+from decode_svc.session_events import MAX_COMMAND_BYTES, Backlog
+from pdserve.base.errors import Diverged
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.tasks import service_group
@@ -45,10 +45,10 @@ def command(first_index: int, num_tokens: int = 1) -> pb.DecodeRequest:
     return pb.DecodeRequest(catch_up=pb.CatchUp(choices=[tokens]))
 
 
-def catching_up(steps: Steps) -> CatchingUp:
+def catching_up(steps: Steps, backlog: Backlog | None = None) -> CatchingUp:
     worker: Any = steps
     moves: Any = SimpleNamespace(catch_up=steps.catch_up)
-    return CatchingUp(worker, moves, RequestId("a"))
+    return CatchingUp(worker, moves, RequestId("a"), backlog or Backlog())
 
 
 async def test_all_that_has_come_is_taken_in_between_the_same_two_steps() -> None:
@@ -76,9 +76,16 @@ async def test_an_error_ends_the_session() -> None:
             await asyncio.Event().wait()
 
 
-async def test_a_router_that_sends_faster_than_steps_end_is_refused_at_a_bound() -> None:
-    known = catching_up(Steps())
-    async with service_group() as tasks:
-        with pytest.raises(RequestError, match="Send them more slowly"):
-            for first_index in range(MAX_COMMAND_BYTES):
-                known.take(command(first_index), tasks)
+async def test_tokens_count_until_a_step_has_taken_them() -> None:
+    """Fails when a router that is far ahead is taken for a wrong request, or can fill the memory."""
+    steps, backlog, large = Steps(), Backlog(), command(5, num_tokens=MAX_COMMAND_BYTES)
+    known = catching_up(steps, backlog)
+    async with asyncio.timeout(DEADLINE_S), service_group() as tasks:
+        backlog.add(large)
+        known.take(large, tasks)
+        waiting = asyncio.ensure_future(backlog.wait_for_room())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        steps.between.put_nowait(None)
+        await waiting
+    assert steps.taken == [[5]]

@@ -10,7 +10,7 @@ import pytest
 from kvtransfer.handover.reservation import Received
 from kvtransfer.handover.send_machine import ABORTED_S
 from kvtransfer.handover.ticket import Commit, signed_commit
-from pdserve.base.errors import StaleError, TransferTimeout
+from pdserve.base.errors import DigestMismatch, StaleError, TransferTimeout
 from tests.support.handover import REQUEST, blocks, not_received, worker_pair
 
 pytestmark = pytest.mark.virtual_time
@@ -53,6 +53,18 @@ async def test_a_commit_is_answered_again_for_one_more_lease() -> None:
         await asyncio.sleep(2)
         with pytest.raises(StaleError, match="no such transfer"):
             await pair.receiver.commit(commit)
+
+
+async def test_the_class_of_a_sender_is_that_of_the_commit_that_was_verified() -> None:
+    """Fails when a commit is noted before its MAC is checked."""
+    async with worker_pair() as pair:
+        ticket = await pair.grant([], lease_s=LEASE_S)
+        commit = replace(
+            signed_commit(ticket, request_id=REQUEST, digests=(), first_tokens=(1,)), numerics_class="cpu/avx2"
+        )
+        with pytest.raises(DigestMismatch):
+            await pair.receiver.commit(replace(commit, mac=bytes(16), numerics_class="a stranger's"))
+        assert (await pair.receiver.commit(commit)).numerics_class == "cpu/avx2"
 
 
 async def test_the_sender_refuses_to_send_after_its_lease() -> None:
