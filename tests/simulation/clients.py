@@ -147,7 +147,8 @@ class Workload:
         if kind < self._impatience + 0.05:
             return Behaviour(breaks_after=chance.choice((1, 1, 2, 3, 6)))
         if kind < self._impatience + (0.11 if num_prompts == 1 else 0.35):
-            pauses_s = chance.choice((0.2, 0.2, 1.0, 1.0, 5.0, 14.0))
+            # Where several prompts of a request wait for its client, others wait long in the queue.
+            pauses_s = chance.choice((0.2, 0.2, 1.0, 1.0, 5.0, 14.0) if num_prompts == 1 else (0.2, 0.5, 1.0))
             return Behaviour(pauses_s=pauses_s, window=chance.choice((0, 0, 4, 48)))
         return Behaviour()
 

@@ -84,13 +84,20 @@ def _request(rng: random.Random, index: int, max_output_len: int) -> ChaosReques
     num_words = _LONG_PROMPT_WORDS if index % _LONG_EVERY == _LONG_EVERY - 1 else _prompt_words(rng)
     text = " ".join(rng.choices(WORDS, k=num_words))
     body: dict[str, Any] = {"max_tokens": rng.randint(MIN_OUTPUT_LEN, max_output_len)}
-    body |= {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+    body |= {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": _prompts(rng, text)}
     body |= _sampling(rng) | _ending(rng, body["max_tokens"]) | _logprobs(rng, is_chat=is_chat) | _structure(rng)
     if is_chat and "response_format" not in body and "structured_outputs" not in body and "guided_choice" not in body:
         body |= _tools(rng)
     if is_streamed:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return ChaosRequest(index=index, path=CHAT if is_chat else COMPLETIONS, body=body)
+
+
+def _prompts(rng: random.Random, text: str) -> str | list[str]:
+    """Several prompts, which share a stream, for one completion in four."""
+    if rng.random() >= 1 / 4:
+        return text
+    return [text, *(" ".join(rng.choices(WORDS, k=_prompt_words(rng))) for _ in range(rng.randint(1, 2)))]
 
 
 def _prompt_words(rng: random.Random) -> int:

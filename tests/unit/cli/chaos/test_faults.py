@@ -88,6 +88,7 @@ def test_the_requests_have_every_feature_between_the_lengths_of_the_issue() -> N
     assert seen >= {"n", "logprobs", "stop", "min_tokens", "ignore_eos", "stream", "messages", "prompt"}
     assert seen >= {"frequency_penalty", "presence_penalty", "repetition_penalty", "top_p", "top_k", "min_p"}
     assert {body.get("n", 1) for body in bodies} == {1, 3}
+    assert {type(body["prompt"]) for body in bodies if "prompt" in body} == {str, list}
     assert any(is_long(request) for request in requests)
     sent = sendings(0, requests, 100, num_routers=2)
     salts = {each.cache_salt for each in sent if each.cache_salt is not None}
