@@ -112,7 +112,9 @@ class EventIds:
             )
         self._name = name
         self._seen = seen
-        self._states = [_NONE] * num_choices
+        #: What was passed on of each choice, and what the client has of it then.
+        self._passed = [_NONE] * num_choices
+        self._states = [seen.state(index) for index in range(num_choices)]
         self._can_be_resumed = can_be_resumed
         self._has_started = False
 
@@ -122,10 +124,11 @@ class EventIds:
 
     def after(self, delta: ChoiceDelta) -> str | None:
         """The id of the event with this new output, which comes next."""
-        index = delta.choice_index
-        state = (self._states[index][0] + len(delta.token_ids), delta.finish_reason is not None)
-        self._states[index] = state
-        return None if state <= self._seen.state(index) else self._id(self._runs())
+        index, seen = delta.choice_index, self._seen.state(delta.choice_index)
+        state = self._passed[index] = (self._passed[index][0] + len(delta.token_ids), delta.finish_reason is not None)
+        # The client keeps what it has of other choices, which this router may not have passed on again yet.
+        self._states[index] = max(state, seen)
+        return None if state <= seen else self._id(self._runs())
 
     def usage(self) -> str | None:
         """The id of the event with the usage."""

@@ -92,6 +92,31 @@ def test_after_any_event_exactly_the_others_follow_in_any_order(
     assert sorted(shown) == list(range(cut, len(deltas)))
 
 
+@given(outputs(), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2**16)), max_size=4))
+def test_a_stream_that_is_resumed_again_and_again_has_each_event_once(
+    output: tuple[int, list[ChoiceDelta]], breaks: list[tuple[int, int]]
+) -> None:
+    """Each router passes the choices on in another order. Fails when an id forgets what another had passed on."""
+    num_choices, deltas = output
+    shown, last = list[tuple[int, int]](), ""
+    for limit, order in [*breaks, (len(deltas), 0)]:
+        ids = EventIds(NAME, num_choices, parse_event_id(last))
+        turns = [each.choice_index for each in deltas]
+        random.Random(order).shuffle(turns)
+        own = {choice: [each for each in deltas if each.choice_index == choice] for choice in range(num_choices)}
+        num_shown, positions = 0, [0] * num_choices
+        for choice in turns:
+            event_id = ids.after(own[choice][positions[choice]])
+            positions[choice] += 1
+            if event_id is not None:
+                last = event_id
+                shown.append((choice, positions[choice]))
+                num_shown += 1
+            if num_shown == limit:
+                break
+    assert sorted(shown) == sorted((choice, 1 + at) for choice in own for at in range(len(own[choice])))
+
+
 def test_openings_usage_and_end_are_skipped_when_the_client_has_them() -> None:
     def left(last: str) -> list[bool]:
         ids = EventIds(NAME, 2, parse_event_id(last))
