@@ -138,7 +138,7 @@ class StreamLog:
         """
         found = await self._events.take(self)
         self.is_ours = True
-        self.charge, self.lease = found.charge, found.lease
+        self.charge = found.charge
         self._found, self._next_piece = found, len(found.pieces)
 
     async def steps(self) -> AsyncIterator[LoggedStep]:

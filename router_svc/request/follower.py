@@ -103,6 +103,7 @@ class Follower:
         """The target goes on alone, behind all that the client has."""
         if not self.has_caught_up:
             self.has_caught_up = True
+            self._has_heard.set()  # Pieces that wait go now: it may be the target's reader that is here.
             self._context.journal.takes_over()
             await self._give()
             self._on_caught_up()
@@ -162,7 +163,7 @@ class Follower:
                 first = self._pursuit.give(choice, length)
                 known += _pieces(choice, self._output.tokens_of(choice)[first:], first)
             for index, choices in enumerate(_messages(known)):
-                if index and in_steps:
+                if index and in_steps and not self.has_caught_up:
                     await self._has_heard.wait()
                 self._has_heard.clear()
                 await self._target.send(decode_pb2.DecodeRequest(catch_up=decode_pb2.CatchUp(choices=choices)))

@@ -13,6 +13,7 @@ from pdserve.base.wire import error_to_wire
 from pdserve.v1 import decode_pb2
 from router_svc.request.follower import Follower
 from router_svc.request.pursuit import Pursuit
+from tests.support.deadline import DEADLINE_S
 
 #: What a worker of the last release holds of commands that wait.
 HELD_BYTES = 1 << 16
@@ -81,3 +82,15 @@ async def test_a_target_that_takes_over_gets_all_at_once() -> None:
     await follower_of(tokens, target)._give()
     assert target.tokens() == tokens
     assert len(target.sent) == 3
+
+
+async def test_a_target_that_takes_over_while_pieces_wait_gets_the_rest() -> None:
+    """Fails when the pieces wait for the reader that hands over: the request would hang."""
+    target, tokens = Target(), list(range(40_000))
+    follower = follower_of(tokens, target)
+    follower._context.journal = SimpleNamespace(takes_over=lambda: None)  # type: ignore[assignment]
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        group.create_task(follower._give(in_steps=True))
+        await asyncio.sleep(0)
+        await follower.take_over()
+    assert target.tokens() == tokens
