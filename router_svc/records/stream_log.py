@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pdserve.base.sampling import ChoiceTokens
@@ -152,6 +152,8 @@ class StreamLog:
                 self._home = Home(step.layout or self._home.layout, step.numerics_class or self._home.numerics_class)
                 yield step
             await asyncio.sleep(0)
+        if not self._found.is_complete:
+            self._found = replace(self._found, pieces=())  # They are read once.
 
     @property
     def home(self) -> Home:

@@ -54,6 +54,8 @@ class RequestContext:
     deaths: Deaths = field(default_factory=Deaths)
     quarantine: Quarantine = field(default_factory=Quarantine)
     failed_prefill: set[Incarnation] = field(default_factory=set)
+    #: Whether it was given the whole context, as the workers had it when it came.
+    fills_context: bool = False
     #: Decode worker that gets copies of the request's blocks.
     replica: Incarnation | None = None
     #: Where tokens are kept for other routers; None: they are not.
@@ -85,7 +87,7 @@ class RequestContext:
             excluded=excluded,
         )
         workers = [each for each in self.cluster.ready(tier, layout) if numerics in (None, each.numerics_class)]
-        workers = [each for each in workers if self.is_understood_by(each) and self.fits_on(each)]
+        workers = self._able(workers)
         if tier == "prefill":
             return choose_prefill(workers, demand, self.cluster.in_flight)
         return self._choose_copy(workers, demand) or choose_decode(workers, demand, self.cluster.in_flight)
@@ -104,11 +106,8 @@ class RequestContext:
             overlap=self.overlap,
             excluded={*excluded, incarnation_of(source)},
         )
-        candidates = [
-            worker
-            for worker in self.cluster.ready("decode", source.layout)
-            if worker.numerics_class == source.numerics_class and self.is_understood_by(worker) and self.fits_on(worker)
-        ]
+        candidates = self._able(self.cluster.ready("decode", source.layout))
+        candidates = [worker for worker in candidates if worker.numerics_class == source.numerics_class]
         if needs_room:
             candidates = [worker for worker in candidates if has_spare_blocks(worker, demand, self.cluster.in_flight)]
         placement = self._choose_copy(candidates, demand)
@@ -127,8 +126,20 @@ class RequestContext:
 
     def fits_on(self, worker: WorkerRecord) -> bool:
         """Whether the worker holds all that the request may need of it. A shorter one would cut the answer off."""
-        needed = self.max_tokens if worker.tier == "decode" else len(self.generation.prompt)
+        needed = self.max_tokens if worker.tier == "decode" else len(self.generation.prompt) + 1
         return worker.max_model_len >= needed
+
+    def _able(self, workers: Sequence[WorkerRecord]) -> list[WorkerRecord]:
+        """Those that can do what the request asks for, and hold all of it.
+
+        One for the rest of the context, whatever that is, takes shorter ones where there are no others.
+        """
+        workers = [each for each in workers if self.is_understood_by(each)]
+        holding = [each for each in workers if self.fits_on(each)]
+        if holding or not self.fills_context:
+            return holding
+        so_far = len(self.generation.prompt) + max(self.output.open_lengths.values(), default=0)
+        return [each for each in workers if each.tier == "decode" and each.max_model_len > so_far]
 
     def _choose_copy(self, candidates: Sequence[WorkerRecord], demand: Demand) -> Placement | None:
         """The candidate with copies of the request's blocks."""
@@ -150,6 +161,7 @@ class RequestContext:
         if not self._may_prefill(self.prefill_failures):
             return None
         workers = [each for each in self.cluster.ready("prefill") if each.sampling_version >= version]
+        workers = [each for each in workers if self.fits_on(each)]
         demand = Demand(
             prompt_tokens=len(self.generation.prompt), sequences=1, overlap=self.overlap, excluded=self.failed_prefill
         )

@@ -147,7 +147,7 @@ class Limiter:
         self._running[client] -= 1
         if not self._running[client]:
             del self._running[client]
-        if reservation.lease:
+        if self._leases.get(reservation.lease) is reservation:  # Its stream may have been resumed on this router.
             del self._leases[reservation.lease]
 
     def settle(self, reservation: Reservation | None, used: int) -> None:

@@ -80,4 +80,5 @@ class PromptTask:
             quarantine=quarantine,
             log=self._log,
         )
+        context.fills_context = context.max_tokens >= cluster.max_model_len(0)
         await Saga(context).run()

@@ -7,7 +7,7 @@ lost, gone or stale          another                  wait                      
 a transfer failed            another, or the same     wait                            fail
 the prefill worker failed    the same, or another     wait                            fail
 refused as a stranger's      another                  wait                            fail
-  again by the same worker   fail                     fail                            fail
+  by all, for two seconds    fail                     fail                            fail
 broken in the request        another, once            wait, once                      fail
 the request is wrong         fail                     fail                            fail
 
@@ -120,17 +120,17 @@ def failure_of(error: PdserveError, *, is_reported: bool, is_continuation: bool)
 
 
 def after_decode_failure(
-    failure: Failure, *, broken: int, refused_again: bool, has_other_decode: bool, is_expected: bool
+    failure: Failure, *, broken: int, is_stranger: bool, has_other_decode: bool, is_expected: bool
 ) -> NextStep:
     """The step after a decode worker has failed.
 
     Args:
         broken: decode workers that broke in this request since its last token, this one included.
-        refused_again: the worker has refused the request before.
+        is_stranger: all workers refuse the request as a stranger's.
         has_other_decode: another decode worker can take the request.
         is_expected: a decode worker is expected back.
     """
-    if failure is Failure.REQUEST or (failure is Failure.BROKEN and broken > MAX_BROKEN) or refused_again:
+    if failure is Failure.REQUEST or (failure is Failure.BROKEN and broken > MAX_BROKEN) or is_stranger:
         return NextStep.FAIL
     if has_other_decode:
         return NextStep.RETRY

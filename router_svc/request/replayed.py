@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from pdserve.model.tokenizer import Tokenizer
 from router_svc.records.stream_log import StreamLog
 from router_svc.request.output import Output
-from router_svc.request.stream import TokenUsage, Write
+from router_svc.request.stream import WRITE_TIMEOUT_S, TokenUsage, Write
 
 
 class ReplayedStream:
@@ -21,13 +22,18 @@ class ReplayedStream:
         self._cached = [0] * len(self._generations)
 
     async def write_to(self, write: Write, keep_alive: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Passes all deltas to `write`."""
+        """Passes all deltas to `write`. Raises `ConnectionResetError` for a client that reads nothing."""
         async for step in self._log.steps():
             first_choice = self._generations[step.prompt_index].first_choice
             deltas = self._outputs[step.prompt_index].push(step.choices)
             self._cached[step.prompt_index] = step.cached_tokens
             if deltas:
-                await write([replace(delta, choice_index=first_choice + delta.choice_index) for delta in deltas])
+                deltas = [replace(delta, choice_index=first_choice + delta.choice_index) for delta in deltas]
+                try:
+                    async with asyncio.timeout(WRITE_TIMEOUT_S):
+                        await write(deltas)
+                except TimeoutError:
+                    raise ConnectionResetError(f"the client has read nothing for {WRITE_TIMEOUT_S:g} s") from None
 
     def first_write(self) -> None:
         """Nothing is measured."""

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pdserve.base.errors import Draining, Forbidden, NoWorkers, PdserveError, Quarantined, RateLimited, RequestError
+from pdserve.base.errors import Draining, Forbidden, NoWorkers, Quarantined, RateLimited, RequestError
 from pdserve.base.tasks import ServiceGroup, in_turns, service_group
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
@@ -145,28 +145,19 @@ class Requests:
         await self._refuse_quarantined(generations)
         self._refuse_if_unavailable()
         stream = self._stream(journals, opened)
-        run = RunLog(log, journals, self._recorders.logs)
+        run = RunLog(log, journals, self._recorders.logs, stream)
         waves = Waves(self._gate, entrants, client, partial(self._recorders.metrics.rejected, "queue_full"))
         async with self._entered(generations, run, waves, client) as slots:
             async for journal in in_turns(journals):
                 self._recorders.recent.add(journal.record)
+            run.begin()
             try:
-                await self._begin(run, stream, journals)
                 async with service_group() as group:
                     started = [*zip(generations, prompts, journals, run.prompt_logs, strict=True)]
                     waves.run(slots, self._starter(started, group, stream), group, stream)
                     yield stream
             finally:
                 await self._end(client, journals, run, opened)
-
-    @staticmethod
-    async def _begin(run: RunLog, stream: DeltaStream, journals: Sequence[Journal]) -> None:
-        try:
-            await run.begin(stream)
-        except PdserveError as error:
-            for journal in journals:
-                journal.failed(error)
-            raise
 
     def _starter(self, prompts: Sequence[_Prompt], group: ServiceGroup, stream: DeltaStream) -> Start:
         def start(index: int, slot: QueueSlot) -> asyncio.Task[None]:
@@ -212,10 +203,18 @@ class Requests:
         waves: Waves,
         client: Client,
     ) -> AsyncIterator[list[QueueSlot]]:
-        """The request in the queue, within its key's limits. Raises `RateLimited`, `Overloaded`."""
+        """The request in the queue, within its key's limits. Raises `RateLimited`, `Overloaded`.
+
+        A stream of another router is taken when nothing refuses it any more: until then it runs there.
+        """
         with self._counted():
-            async with self._within_limits(generations, client, run):
-                with waves.first() as slots:
+            if not run.is_resumed:
+                async with self._within_limits(generations, client, run):
+                    with waves.first() as slots:
+                        yield slots
+                return
+            with waves.first() as slots:
+                async with run.taken(), self._within_limits(generations, client, run):
                     yield slots
 
     @asynccontextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 from pdserve.base.errors import CapacityError, PdserveError, StaleError, TransferError, error_classes
 from pdserve.base.tasks import run_to_completion
@@ -19,7 +20,10 @@ from router_svc.request.stream import DeltaStream
 class RunLog:
     """A request's `StreamLog`, or none."""
 
-    def __init__(self, log: StreamLog | None, journals: Sequence[Journal], logs: StreamLogs | None) -> None:
+    def __init__(
+        self, log: StreamLog | None, journals: Sequence[Journal], logs: StreamLogs | None, stream: DeltaStream
+    ) -> None:
+        """`stream` ends when another router resumes it."""
         self._log = log
         self._logs = logs
         self._journals = journals
@@ -27,6 +31,11 @@ class RunLog:
         self.on_end: Callable[[], None] = lambda: None
         #: What other routers have charged for the request.
         self.charged = Charge() if log is None else log.charge
+        if log is not None:
+            header_id = log.resumable.shape.header_id
+            log.on_taken = lambda: stream.abort(
+                StaleError(f"The stream {header_id} has ended here because its client has resumed it elsewhere.")
+            )
         self._prompt_logs = [] if log is None else [PromptLog(log, index) for index in range(len(journals))]
 
     @property
@@ -54,23 +63,32 @@ class RunLog:
         """One for each prompt; None: its output is not kept."""
         return self._prompt_logs or [None] * len(self._journals)
 
-    async def begin(self, stream: DeltaStream) -> None:
-        """The request has been accepted. `stream` ends when another router resumes it.
+    @property
+    def is_resumed(self) -> bool:
+        """Whether another router has started the request."""
+        return self._log is not None and self._log.is_resumed
 
-        A stream of another router is taken only now. Raises `StoreError`, or `NotFound` when it has ended meanwhile.
+    @asynccontextmanager
+    async def taken(self) -> AsyncIterator[None]:
+        """This router runs a stream that another one has started, from now on; leaving the block ends that.
+
+        Raises `StoreError`, or `NotFound` when the stream has ended meanwhile.
         """
-        if self._log is None:
-            return
-        if self._log.is_resumed:
-            await self._log.take()
+        assert self._log is not None
+        assert self._logs is not None
+        await self._log.take()
+        try:
             self.charged = self._log.charge
             async for step in self._log.steps():
                 self._prompt_logs[step.prompt_index].add(step, self._log.home)
-        header_id = self._log.resumable.shape.header_id
-        self._log.on_taken = lambda: stream.abort(
-            StaleError(f"The stream {header_id} has ended here because its client has resumed it with another request.")
-        )
-        if not self._log.is_resumed:
+            yield
+        finally:
+            if not self._log.has_ended:  # The request was refused after all.
+                await run_to_completion(self._logs.end(self._log, Ending.LEFT, self._log.charge))
+
+    def begin(self) -> None:
+        """The request has been accepted."""
+        if self._log is not None and not self._log.is_resumed:
             self._log.begin()
 
     async def end(self) -> None:

@@ -40,6 +40,8 @@ from router_svc.routing.placement import Placement
 
 #: Interval between retries while all decode workers are full: about one heartbeat.
 _CAPACITY_RETRY_S = 0.5
+#: A worker that has started anew, and refuses what is for the one before, has its new record by then.
+_RECORD_S = 2.0
 #: A worker that was lost and is started again is ready by then, as a rule.
 _CLASS_RETURN_S = 3.0
 
@@ -57,9 +59,8 @@ class Saga:
         self._failed_decode: set[Incarnation] = set()
         self._avoided_decode: set[Incarnation] = set()
         self._met_decode: set[Incarnation] = set()
-        #: Those that have refused the request as a stranger's, and whether the last one has done so again.
-        self._refused_by: set[Incarnation] = set()
-        self._refused_again = False
+        #: When each has refused the request as a stranger's, since the last token; and whether all of them do.
+        self._refused_at, self._is_stranger = dict[Incarnation, float](), False
         #: Since the last new token: failures of any kind, and decode workers that broke in the request.
         self._failures = 0
         self._broken = 0
@@ -124,11 +125,14 @@ class Saga:
             if incarnation_of(worker) == placement.incarnation:  # That of a prefill worker is noted already.
                 await self._context.note_failure(worker, refusal)
             failure = self._failure_of(placement, worker, refusal)
+            if isinstance(refusal, RequestError) and self._output.has_tokens:
+                # The client has sent nothing wrong: a worker has accepted the request before.
+                refusal = TransferError(f"Worker {worker.worker_id} refused to go on with the answer: {refusal}")
             self._note(failure, placement.incarnation)
             if self._next_step(failure) is NextStep.FAIL:
                 # What two workers that live have broken in, a third will not do.
-                is_final = failure is Failure.REQUEST or self._broken > MAX_BROKEN or self._refused_again
-                raise self._final(refusal, worker) if is_final else self._for_client(refusal)
+                is_final = failure is Failure.REQUEST or self._broken > MAX_BROKEN or self._is_stranger
+                raise refusal if is_final else self._for_client(refusal)
             self._journal.retry(refusal, worker)
             self._output.forget_early()
             # The prompt may be cached by now, and a worker that started anew has nothing.
@@ -158,6 +162,7 @@ class Saga:
         tokens, answers = self._output.completion_tokens, self._context.decode_answers
         if tokens > self._tokens_at_failure:
             self._failures = self._broken = 0
+            self._refused_at.clear()
             self._until_capacity = self._now() + self._policy.reserve_timeout_s
         if answers > self._answers_at_failure or worker not in self._met_decode:
             # A worker that cannot be reached may seem to be back each time: then one wait is all.
@@ -168,15 +173,16 @@ class Saga:
         if self._failures == 1:
             self._same_class_until = self._now() + _CLASS_RETURN_S
         self._broken += failure is Failure.BROKEN
-        self._refused_again = failure is Failure.REFUSED and worker in self._refused_by
         if failure is Failure.REFUSED:
-            self._refused_by.add(worker)
+            waited_s = self._now() - self._refused_at.setdefault(worker, self._now())
+            all_refuse = {*map(incarnation_of, self._cluster.ready("decode"))} <= self._refused_at.keys()
+            self._is_stranger = all_refuse and waited_s >= _RECORD_S and not self._cluster.directory.degraded
 
     def _next_step(self, failure: Failure) -> NextStep:
         return after_decode_failure(
             failure,
             broken=self._broken,
-            refused_again=self._refused_again,
+            is_stranger=self._is_stranger,
             has_other_decode=self._choose_decode() is not None,
             is_expected=self._is_expected(),
         )
@@ -199,12 +205,6 @@ class Saga:
                 if placement is not None:
                     return placement
         return None
-
-    def _final(self, refusal: PdserveError, worker: WorkerRecord) -> PdserveError:
-        """The error that ends a request which no worker does better. What one has accepted before is not wrong."""
-        if isinstance(refusal, RequestError) and self._output.has_tokens:
-            return TransferError(f"Worker {worker.worker_id} refused to go on with the answer: {refusal}")
-        return refusal
 
     def _for_client(self, refusal: PdserveError) -> PdserveError:
         """The error that ends a request for which no decode worker is left."""

@@ -75,9 +75,11 @@ class DeltaStream:
         self._num_running = len(journals)
         #: What is not written yet, in the order of `push`. The first one may be on its way to the client.
         self._pending: deque[list[ChoiceDelta]] = deque()
-        self._has_room, self._is_written = asyncio.Event(), asyncio.Event()
+        self._num_pushed = self._num_written = 0
+        self._has_room = asyncio.Event()
         self._has_room.set()
-        self._is_written.set()
+        #: Who waits until so many pushes are written, in order.
+        self._marks: deque[tuple[int, asyncio.Future[None]]] = deque()
         #: Set when there is something to write, or nothing any more.
         self._has_news = asyncio.Event()
         #: Start of the current write, and end of the last one, on the event loop's clock.
@@ -151,10 +153,16 @@ class DeltaStream:
     def _wrote(self) -> None:
         if self._pending:  # Else the request was aborted meanwhile.
             self._pending.popleft()
+            self._num_written += 1
         if len(self._pending) < _MAX_PENDING:
             self._has_room.set()
-        if not self._pending:
-            self._is_written.set()
+        self._pass_marks(self._num_written)
+
+    def _pass_marks(self, count: int) -> None:
+        while self._marks and self._marks[0][0] <= count:
+            _, mark = self._marks.popleft()
+            if not mark.done():
+                mark.set_result(None)
 
     def push(self, deltas: list[ChoiceDelta], *, first_choice: int = 0) -> None:
         """Passes deltas on. They will be written, whatever happens to the caller; nothing is after the end.
@@ -166,7 +174,7 @@ class DeltaStream:
         if first_choice:
             deltas = [replace(delta, choice_index=first_choice + delta.choice_index) for delta in deltas]
         self._pending.append(deltas)
-        self._is_written.clear()
+        self._num_pushed += 1
         if len(self._pending) >= _MAX_PENDING:
             self._has_room.clear()
         self._has_news.set()
@@ -176,8 +184,11 @@ class DeltaStream:
         await self._has_room.wait()
 
     async def wait_until_written(self) -> None:
-        """Returns when everything so far was written, or never will be."""
-        await self._is_written.wait()
+        """Returns when everything so far was written, or never will be. What comes later is not waited for."""
+        if self._pending:
+            mark = asyncio.get_running_loop().create_future()
+            self._marks.append((self._num_pushed, mark))
+            await mark
 
     def end(self, error: PdserveError | None = None) -> None:
         """One prompt is complete, or the whole request fails. What was pushed before is written first."""
@@ -205,7 +216,7 @@ class DeltaStream:
         """What is not written yet never will be."""
         self._pending.clear()
         self._has_room.set()
-        self._is_written.set()
+        self._pass_marks(self._num_pushed)
 
     def first_write(self) -> None:
         """A token was written to the client. Only the first call counts."""

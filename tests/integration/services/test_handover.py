@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from decode_svc.session import DecodeSession
-from decode_svc.session_events import COMMAND_OVERHEAD, MAX_COMMAND_BYTES
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Reservation
 from kvtransfer.handover.send_machine import ABORTED_S
@@ -477,22 +476,6 @@ async def test_requests_that_no_worker_could_serve_are_refused_with_the_reason(m
         await late.send(keep_lease=decode_pb2.KeepLease())
         with pytest.raises(RequestError, match="first message"):
             await late.event()
-        await cluster.all_free()
-
-
-async def test_a_router_that_sends_faster_than_commands_are_handled_waits(model: Path) -> None:
-    """Fails when the request is refused for it, or when others are held up."""
-    async with running_cluster(model) as cluster:
-        other, flooded = cluster.request(PROMPT), cluster.request([4, *PROMPT[:8]])
-        await other.start()
-        await flooded.start()
-        tickets = [await each.ticket() for each in (other, flooded)]
-        for _ in range(2 * MAX_COMMAND_BYTES // COMMAND_OVERHEAD):
-            await flooded.send(keep_lease=decode_pb2.KeepLease())
-        await other.prefill(tickets[0])
-        await flooded.prefill(tickets[1])
-        assert await other.finish() == await cluster.local(PROMPT)
-        assert await flooded.finish() == await cluster.local([4, *PROMPT[:8]])
         await cluster.all_free()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.base.errors import Overloaded
 from pdserve.cli.private_redis import PrivateRedis
 from tests.integration.router_svc.request.two_routers import Pair, cut, events_of, post, resume, two_routers
 from tests.support.depth import IS_FULL
@@ -143,3 +144,61 @@ async def test_a_resumed_stream_counts_among_the_requests_at_a_time(locked: Pair
         return (await resume(locked.second, "first", events_of(start)[-1][0], **bearer("c")))[0] == 200
 
     await eventually(is_resumed)
+
+
+@pytest.mark.parametrize("where", ["first", "second"])
+async def test_a_resume_for_which_there_is_no_room_leaves_the_stream_and_its_reservation(
+    locked: Pair, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when the reservation is adopted before the stream is taken: nobody renewed or settled it."""
+    headers = {**bearer("c"), "X-Request-Id": "healthy"}
+    router = locked.first if where == "first" else locked.second
+    locked.first.script.pace = pace = asyncio.Semaphore(3)
+
+    def refuse(*arguments: object) -> None:
+        raise Overloaded("no room", retry_after_s=1.0)
+
+    async with locked.first.http.post(locked.first.base_url + PATH, json=BODY, headers=headers) as response:
+        await response.content.readany()
+
+        async def is_kept() -> bool:
+            return await locked.kept() > 0
+
+        await eventually(is_kept)
+        with monkeypatch.context() as patch:
+            patch.setattr(router.router.models.first.gate, "enter", refuse)
+            assert (await resume(router, "healthy", **bearer("c")))[0] == 429
+        assert (await limited(locked))[1] == 1
+        for _ in range(50):
+            pace.release()
+        assert b"[DONE]" in await response.read()
+    total = PROMPT_TOKENS + len(locked.first.script.replies[0])
+
+    async def is_settled() -> bool:
+        return await limited(locked) == (str(total).encode(), 0)
+
+    await eventually(is_settled)
+
+
+async def test_a_stream_that_is_resumed_on_its_own_router_is_settled_once(locked: Pair) -> None:
+    """Fails when the old request, which ends within a second, takes the reservation of the new one with it."""
+    headers = {**bearer("c"), "X-Request-Id": "again"}
+    locked.first.script.pace = pace = asyncio.Semaphore(3)
+    async with locked.first.http.post(locked.first.base_url + PATH, json=BODY, headers=headers) as old:
+        await old.content.readany()
+
+        async def is_kept() -> bool:
+            return await locked.kept() > 0
+
+        await eventually(is_kept)
+        resumed = asyncio.create_task(resume(locked.first, "again", **bearer("c")))
+        assert b"has resumed it" in await old.read(), "within a second"
+    for _ in range(100):
+        pace.release()
+    assert (await resumed)[0] == 200
+    total = PROMPT_TOKENS + len(locked.first.script.replies[0])
+
+    async def is_settled() -> bool:
+        return await limited(locked) == (str(total).encode(), 0)
+
+    await eventually(is_settled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -119,3 +120,25 @@ def test_a_prompt_is_not_handed_over_from_a_worker_to_itself(model_dir: Path) ->
         assert placement.worker.worker_id == other
     del ready[1]
     assert context.choose_prefill(worker_record("one")) is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fills", "able"),
+    [
+        ((64, 32), False, ["64"]),
+        ((32, 16), False, []),
+        ((64, 32), True, ["64"]),
+        ((32, 16, 3), True, ["32", "16"]),
+    ],
+    ids=["one holds it", "none does", "all of the context", "all of a longer context"],
+)
+def test_candidates_hold_the_prompt_and_all_that_may_follow(
+    model_dir: Path, lengths: tuple[int, ...], fills: bool, able: list[str]
+) -> None:
+    """A request for the rest of the context goes on where that is shorter, as far as its output is not longer yet."""
+    context = new_context(model_dir)
+    context.generation = replace(context.generation, sampling=SamplingParams(max_tokens=60))
+    context.fills_context = fills
+    context.output.push([ChoiceTokens(choice_index=0, first_index=0, token_ids=(72, 72))])
+    workers = [replace(worker_record(str(length)), max_model_len=length) for length in lengths]
+    assert [worker.worker_id for worker in context._able(workers)] == able

@@ -100,7 +100,7 @@ TIERS = [(True, True), (False, True), (False, False)]
 def test_after_a_decode_worker_has_failed(failure: Failure) -> None:
     steps = tuple(
         after_decode_failure(
-            failure, broken=MAX_BROKEN, refused_again=False, has_other_decode=other, is_expected=expected
+            failure, broken=MAX_BROKEN, is_stranger=False, has_other_decode=other, is_expected=expected
         )
         for other, expected in TIERS
     )
@@ -109,14 +109,12 @@ def test_after_a_decode_worker_has_failed(failure: Failure) -> None:
 
 @pytest.mark.parametrize("failure", Failure)
 def test_what_another_worker_would_repeat_is_not_tried_again(failure: Failure) -> None:
-    """A wrong request at once; one that two workers in a row break in, and one that a worker refuses twice, too.
+    """A wrong request at once; one that two workers in a row break in, and one that all refuse as a stranger's, too.
 
     All else ends with the deadline alone.
     """
     steps = [
-        after_decode_failure(
-            failure, broken=MAX_BROKEN + 1, refused_again=again, has_other_decode=True, is_expected=True
-        )
+        after_decode_failure(failure, broken=MAX_BROKEN + 1, is_stranger=again, has_other_decode=True, is_expected=True)
         for again in (False, True)
     ]
     assert steps == [FAIL if failure in (REQUEST, BROKEN) else RETRY, FAIL]

@@ -224,6 +224,31 @@ async def test_a_saga_waits_while_its_client_is_far_behind() -> None:
             reads.release()
 
 
+async def test_a_prompt_that_is_complete_does_not_wait_for_the_others_of_its_request() -> None:
+    """Fails when it waits until nothing is left to write: with a slow client that is the end of the last prompt."""
+    stream, num_written = new_stream(), 0
+
+    async def write(_: list[ChoiceDelta]) -> None:
+        nonlocal num_written
+        await asyncio.sleep(1.0)
+        num_written += 1
+
+    async def other_prompt() -> None:
+        for _ in range(30):
+            stream.push(delta("b"))
+            await stream.wait_for_room()
+
+    async with asyncio.TaskGroup() as group:
+        await started(stream, write, group)
+        stream.push(delta("a"))
+        group.create_task(other_prompt())
+        await stream.wait_until_written()
+        assert num_written == 1
+        await asyncio.sleep(100.0)
+        stream.end()
+    assert num_written == 31
+
+
 @pytest.mark.parametrize("has_ended", [False, True])
 async def test_an_aborted_request_does_not_wait_for_its_client(has_ended: bool) -> None:
     stream, written, ends = new_stream(), list[str](), asyncio.Event()
