@@ -49,4 +49,6 @@ def test_a_chat_is_measured_too(cluster: Cluster, tmp_path: Path) -> None:
     result = _bench(cluster, tmp_path, *chat, "--num-prompts", "2", "--ignore-eos", "--request-rate", "20")
     assert result["completed"] == 2
     assert result["output_lens"] == [4, 4]
-    assert result["mean_itl_ms"] > 0
+    # A busy worker sends the tokens of several steps together, and a busy client reads events at once: pauses of 0.
+    assert all(1 <= len(pauses) <= 3 for pauses in result["itls"])
+    assert result["mean_itl_ms"] >= 0
