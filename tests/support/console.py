@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.models import ModelBackend, Models
 from router_svc.api.openai.info import OperatorApi
 from router_svc.clients.access import Access
+from router_svc.records.entries import Decision
 from router_svc.records.recent_records import RecentRecords
 from router_svc.records.record import Record, TracePhase
 from router_svc.records.request_state import RequestProgress, RequestState
@@ -142,7 +143,13 @@ _STARTS = ((Phase.RESERVE, 0.0004), (Phase.PREFILL, 0.0042), (Phase.WIRE, 0.18),
 
 
 def request_record(
-    request_id: str, *, state: RequestState = S.FINISHED, ago_s: float = 10.0, prompt_tokens: int = 300, **changes: Any
+    request_id: str,
+    *,
+    state: RequestState = S.FINISHED,
+    ago_s: float = 10.0,
+    prompt_tokens: int = 300,
+    decisions: Iterable[Decision] = (),
+    **changes: Any,
 ) -> Record:
     """A record in this state, accepted `ago_s` seconds ago."""
     at = time.time() - ago_s
@@ -171,6 +178,8 @@ def request_record(
         completion_tokens=64 if state is S.FINISHED else 0,
         finish_reasons=["length"] if state is S.FINISHED else [],
     )
+    for decision in decisions:
+        record.decisions.append(decision)
     return replace(record, **changes)
 
 
