@@ -28,6 +28,9 @@ class TextRules:
     skip_special_tokens: bool = True
     #: Special tokens that are text nevertheless: the router reads them before the client gets the rest.
     kept_tokens: tuple[int, ...] = ()
+    #: The output goes on with a text that ends with these bytes of an incomplete character, mostly none; None: it is a
+    #: text of its own.
+    unfinished: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 
 from aiohttp import web, web_response, web_urldispatcher
@@ -15,11 +16,14 @@ from prometheus_client.exposition import choose_encoder
 
 from pdserve.base.errors import Forbidden, SetupError, codes_of
 from pdserve.base.hosts import AllowedHosts
+from pdserve.base.http_limits import SERVER_LIMITS, ErrorForm, connections_of, plain_error
 from pdserve.base.http_log import ServerLog
 from pdserve.base.silent_connections import FIRST_REQUEST_S, IDLE_S, SilentConnections
 
 # Not in each application: aiohttp answers broken HTTP without one. Its own header has versions of it and of Python.
 web_response.SERVER_SOFTWARE = "pdserve"  # type: ignore[attr-defined]
+#: Connections that wait to be accepted.
+_BACKLOG = 1024
 _continue = web_urldispatcher._default_expect_handler
 
 
@@ -123,7 +127,7 @@ def bound_socket(host: str, port: int, *, flag: str) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(1024)
+        listener.listen(_BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
         reason = getattr(error, "strerror", None) or str(error)
@@ -142,10 +146,12 @@ async def serve_http(
     grace_s: float = 5.0,
     tls: ssl.SSLContext | None = None,
     first_request_s: float = FIRST_REQUEST_S,
+    unreadable: ErrorForm = plain_error,
 ) -> AsyncIterator[str]:
     """Serves `app` on `listener` until the block ends; yields `host:port`.
 
-    A connection without a request is closed after `first_request_s`.
+    A connection without a request is closed after `first_request_s`. `unreadable` answers to what is no HTTP, and to
+    lines beyond the limits.
     """
     silent = SilentConnections(first_request_s)
     silent.watch(app)
@@ -158,13 +164,17 @@ async def serve_http(
         shutdown_timeout=grace_s,
         # It would also unpack the rest of a body that was refused: gigabytes of a megabyte.
         auto_decompress=False,
+        **SERVER_LIMITS,
     )
     await runner.setup()
+    server = runner.server
+    assert server is not None
     try:
-        await web.SockSite(runner, listener, ssl_context=tls).start()
+        accepting = await asyncio.get_running_loop().create_server(
+            connections_of(server, unreadable), sock=listener, ssl=tls, backlog=_BACKLOG
+        )
         host, port = listener.getsockname()[:2]
-        assert runner.server is not None
-        with silent.swept(runner.server):
+        with closing(accepting), silent.swept(server):
             yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     finally:
         await runner.cleanup()

@@ -7,6 +7,7 @@ Each of six families implies a reaction: fix the request, retry, transfer again,
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 #: Longest text of a `SetupError`, in characters.
@@ -42,8 +43,16 @@ class PayloadTooLarge(TooLarge):
     """The request body exceeds the limit."""
 
 
+class HeadersTooLarge(TooLarge):
+    """The request line or the headers exceed a limit."""
+
+
 class MethodNotAllowed(RequestError):
-    """The path does not support this HTTP method."""
+    """The path does not support this HTTP method, but those that are `allowed`."""
+
+    def __init__(self, message: str, *, param: str | None = None, allowed: Collection[str] = ()) -> None:
+        super().__init__(message, param=param)
+        self.allowed = allowed
 
 
 class UnsupportedMediaType(RequestError):
@@ -210,6 +219,7 @@ _TABLE: dict[type[PdserveError], Codes] = {
     TooLarge: Codes(http=413, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
     ContextExceeded: Codes(http=400, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
     PayloadTooLarge: Codes(http=413, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
+    HeadersTooLarge: Codes(http=431, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
     MethodNotAllowed: Codes(http=405, openai_type="invalid_request_error", grpc="UNIMPLEMENTED"),
     UnsupportedMediaType: Codes(http=415, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
     Unauthorized: Codes(

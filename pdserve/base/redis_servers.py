@@ -209,8 +209,9 @@ def _arguments(url: str) -> dict[str, Any]:
         except RedisError as error:
             raise ValueError(error) from error
         arguments["credential_provider"] = provider
-    # Deadlines cover the whole call, in `Store.pipeline`. Replies are those of RESP2.
-    return arguments | {"protocol": 2, "socket_timeout": None}
+    # Deadlines cover the whole call, in `Store.pipeline`. Replies are those of RESP2. Nothing of redis-py's own goes to
+    # Redis (CLIENT SETINFO), where a user without that right would fill the log of denials with it.
+    return arguments | {"protocol": 2, "socket_timeout": None, "driver_info": None}
 
 
 def _factory(arguments: dict[str, Any]) -> NewConnection:

@@ -162,14 +162,25 @@ class StreamDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, kept_tokens: Collection[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        *,
+        kept_tokens: Collection[int] = (),
+        unfinished: bytes | None = None,
     ) -> None:
-        """`kept_tokens`: special tokens that are not skipped."""
+        """`kept_tokens`: special tokens that are not skipped.
+
+        `unfinished`: the tokens go on with a text that ends with these bytes of an incomplete character; None: they
+        are a text of their own.
+        """
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._kept_tokens = frozenset(kept_tokens)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._at_start = tokenizer.strips_first_space
+        self._at_start = tokenizer.strips_first_space and unfinished is None
+        if unfinished:
+            self._utf8.decode(unfinished)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens complete; bytes of an incomplete character are kept for the next call."""
@@ -183,6 +194,11 @@ class StreamDetokenizer:
             data = data.removeprefix(b" ")
             self._at_start = False
         return self._utf8.decode(data)
+
+    @property
+    def unfinished(self) -> bytes:
+        """The bytes of an incomplete character at the end."""
+        return self._utf8.getstate()[0]
 
     def finish(self) -> str:
         """The rest of the text: U+FFFD when the sequence ends within a character, else nothing."""

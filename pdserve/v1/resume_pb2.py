@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/resume.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\xb6\x02\n\x10ResumableRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\x12\x11\n\theader_id\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07\x63reated\x18\x05 \x01(\x03\x12\x15\n\rinclude_usage\x18\x06 \x01(\x08\x12\x18\n\x10\x63ontinuous_usage\x18\x07 \x01(\x08\x12\x0e\n\x06\x65\x63hoes\x18\x08 \x03(\t\x12,\n\x07prompts\x18\t \x03(\x0b\x32\x1b.pdserve.v1.ResumablePrompt\x12\x16\n\x0emodel_revision\x18\n \x01(\t\x12\x0f\n\x07reading\x18\x0b \x01(\t\x12\x18\n\x10return_token_ids\x18\x0c \x01(\x08\x12\x16\n\x0erequest_fields\x18\r \x01(\t\"\xf3\x01\n\x0fResumablePrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12,\n\x08sampling\x18\x02 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x04 \x01(\x08\x12\x1b\n\x13skip_special_tokens\x18\x05 \x01(\x08\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\x0c\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x16\n\x0ekept_token_ids\x18\t \x03(\r\"2\n\tOutputLog\x12%\n\x05steps\x18\x01 \x03(\x0b\x32\x16.pdserve.v1.OutputStep\"\x8c\x01\n\nOutputStep\x12\x14\n\x0cprompt_index\x18\x01 \x01(\r\x12)\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x18.pdserve.v1.ChoiceTokens\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x16\n\x0enumerics_class\x18\x05 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/resume.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\xb6\x02\n\x10ResumableRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\x12\x11\n\theader_id\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07\x63reated\x18\x05 \x01(\x03\x12\x15\n\rinclude_usage\x18\x06 \x01(\x08\x12\x18\n\x10\x63ontinuous_usage\x18\x07 \x01(\x08\x12\x0e\n\x06\x65\x63hoes\x18\x08 \x03(\t\x12,\n\x07prompts\x18\t \x03(\x0b\x32\x1b.pdserve.v1.ResumablePrompt\x12\x16\n\x0emodel_revision\x18\n \x01(\t\x12\x0f\n\x07reading\x18\x0b \x01(\t\x12\x18\n\x10return_token_ids\x18\x0c \x01(\x08\x12\x16\n\x0erequest_fields\x18\r \x01(\t\"\x9b\x02\n\x0fResumablePrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12,\n\x08sampling\x18\x02 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x04 \x01(\x08\x12\x1b\n\x13skip_special_tokens\x18\x05 \x01(\x08\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\x0c\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x16\n\x0ekept_token_ids\x18\t \x03(\r\x12\x17\n\nunfinished\x18\n \x01(\x0cH\x00\x88\x01\x01\x42\r\n\x0b_unfinished\"2\n\tOutputLog\x12%\n\x05steps\x18\x01 \x03(\x0b\x32\x16.pdserve.v1.OutputStep\"\x8c\x01\n\nOutputStep\x12\x14\n\x0cprompt_index\x18\x01 \x01(\r\x12)\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x18.pdserve.v1.ChoiceTokens\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x16\n\x0enumerics_class\x18\x05 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,9 +35,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESUMABLEREQUEST']._serialized_start=65
   _globals['_RESUMABLEREQUEST']._serialized_end=375
   _globals['_RESUMABLEPROMPT']._serialized_start=378
-  _globals['_RESUMABLEPROMPT']._serialized_end=621
-  _globals['_OUTPUTLOG']._serialized_start=623
-  _globals['_OUTPUTLOG']._serialized_end=673
-  _globals['_OUTPUTSTEP']._serialized_start=676
-  _globals['_OUTPUTSTEP']._serialized_end=816
+  _globals['_RESUMABLEPROMPT']._serialized_end=661
+  _globals['_OUTPUTLOG']._serialized_start=663
+  _globals['_OUTPUTLOG']._serialized_end=713
+  _globals['_OUTPUTSTEP']._serialized_start=716
+  _globals['_OUTPUTSTEP']._serialized_end=856
 # @@protoc_insertion_point(module_scope)

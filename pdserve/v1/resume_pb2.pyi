@@ -103,12 +103,17 @@ class ResumablePrompt(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     KEPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    UNFINISHED_FIELD_NUMBER: _builtins.int
     include_stop_str_in_output: _builtins.bool
     skip_special_tokens: _builtins.bool
     priority: _builtins.int
     cache_salt: _builtins.bytes
     """As the client sent it."""
     request_id: _builtins.str
+    unfinished: _builtins.bytes
+    """The output goes on with a text that ends with these bytes of an incomplete character; absent: it is a text of its
+    own.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -131,12 +136,15 @@ class ResumablePrompt(_message.Message):
         cache_salt: _builtins.bytes = ...,
         request_id: _builtins.str = ...,
         kept_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        unfinished: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_unfinished", b"_unfinished", "sampling", b"sampling", "unfinished", b"unfinished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "include_stop_str_in_output", b"include_stop_str_in_output", "kept_token_ids", b"kept_token_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_unfinished", b"_unfinished", "cache_salt", b"cache_salt", "include_stop_str_in_output", b"include_stop_str_in_output", "kept_token_ids", b"kept_token_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "token_ids", b"token_ids", "unfinished", b"unfinished"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__unfinished: _TypeAlias = _typing.Literal["unfinished"]  # noqa: Y015
+    _WhichOneofArgType__unfinished: _TypeAlias = _typing.Literal["_unfinished", b"_unfinished"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__unfinished) -> _WhichOneofReturnType__unfinished | None: ...
 
 Global___ResumablePrompt: _TypeAlias = ResumablePrompt  # noqa: Y015
 

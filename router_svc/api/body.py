@@ -33,7 +33,7 @@ from pdserve.base.sampling import (
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
 )
-from router_svc.api.body_schema import Conditions, Schema, with_conditions, with_harmless
+from router_svc.api.body_schema import Conditions, Schema, with_conditions, with_harmless, with_nothing
 from router_svc.api.fields import IGNORED, UNSUPPORTED, without_neutral
 
 MAX_NAME_CHARACTERS = 256
@@ -63,6 +63,8 @@ class Body(StrictModel):
 
     #: What the validators of several fields check, as JSON Schema.
     conditions: ClassVar[Conditions] = ()
+    #: Values of its fields that request nothing, as if the field were absent.
+    nothing: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     #: Whether unknown fields are ignored, whatever the router does with those of other bodies.
     tolerates_unknown_fields: ClassVar[bool] = False
     #: The objects in these lists, of which unknown fields are ignored, too.
@@ -77,6 +79,7 @@ class Body(StrictModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> Schema:
         schema = handler.resolve_ref_schema(handler(core))
+        with_nothing(schema, cls.nothing)
         if cls.tolerates_unknown_fields:
             schema["additionalProperties"] = True
             return with_conditions(schema, cls.conditions)
@@ -86,13 +89,13 @@ class Body(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_ignored_and_neutral(cls, value: object) -> object:
-        """Drops fields without effect (`"user": "me"`) and unsupported fields at neutral values (`"tools": []`)."""
+        """Drops fields without effect (`"user": "me"`) and fields at values that request nothing (`"tools": []`)."""
         if not isinstance(value, dict):
             return value
         own = cls.model_fields
         unsupported = {name: neutral for name, neutral in UNSUPPORTED.items() if name not in own}
         kept = {name: field for name, field in value.items() if name not in IGNORED or name in own}
-        return without_neutral(kept, unsupported)
+        return without_neutral(kept, {**unsupported, **cls.nothing})
 
 
 class GeneratingBody(Body):

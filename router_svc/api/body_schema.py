@@ -13,19 +13,11 @@ _NEUTRAL = "Not supported. Accepted at these values, which request nothing."
 _IGNORED = "Accepted without effect."
 
 
-def requires(field: str, other: str, value: object) -> Schema:
-    """The condition that `other` has this value where `field` is given."""
+def requires(field: str, schema: Schema, other: str, value: object) -> Schema:
+    """The condition that `other` has this value where `field` is of this schema."""
     return {
-        "if": {"required": [field], "properties": {field: {"not": NULL}}},
+        "if": {"required": [field], "properties": {field: schema}},
         "then": {"required": [other], "properties": {other: {"const": value}}},
-    }
-
-
-def requires_when(field: str, value: object, other: str, required: object) -> Schema:
-    """The condition that `other` has the value `required` where `field` has this one."""
-    return {
-        "if": {"required": [field], "properties": {field: {"const": value}}},
-        "then": {"required": [other], "properties": {other: {"const": required}}},
     }
 
 
@@ -73,6 +65,15 @@ def with_harmless(schema: Schema, unsupported: Mapping[str, tuple[object, ...]],
         properties.setdefault(name, {"enum": [None, *_distinct(neutral)], "description": _NEUTRAL})
     for name in sorted(ignored):
         properties.setdefault(name, {"description": _IGNORED})
+
+
+def with_nothing(schema: Schema, nothing: Mapping[str, tuple[object, ...]]) -> None:
+    """Allows the values with which a field requests nothing."""
+    for name, values in nothing.items():
+        known = schema["properties"][name]
+        alternatives = known.pop("anyOf", None) or [dict(known)]
+        known.clear()
+        known["anyOf"] = [*alternatives, {"enum": _distinct(values)}]
 
 
 def _distinct(values: tuple[object, ...]) -> list[object]:

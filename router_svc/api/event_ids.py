@@ -30,6 +30,13 @@ _MAX_CHARACTERS = 8192
 _MAX_CHOICES = 1024
 _ID = re.compile(r"([0-9a-f]{8})-(?:o([0-9]{1,3})|([ud])|([0-9ex.]+))", re.ASCII)
 _RUN = re.compile(r"([0-9]{1,9})(e?)(?:x([0-9]{1,3}))?", re.ASCII)
+#: What `parse_event_id` reads, for the document.
+_RUN_PATTERN = "[0-9]{1,9}e?(x[0-9]{1,3})?"
+SCHEMA = {
+    "type": "string",
+    "maxLength": _MAX_CHARACTERS,
+    "pattern": rf"^([0-9a-f]{{8}}-(o[0-9]{{1,3}}|[ud]|{_RUN_PATTERN}(\.{_RUN_PATTERN})*))?$",
+}
 
 #: Tokens of a choice, and whether it has ended. Later states are greater.
 State = tuple[int, bool]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -26,6 +28,7 @@ from router_svc.api.generations import MESSAGES
 from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.ollama import errors as ollama_errors
 from router_svc.api.ollama.model_api import OllamaModelApi
+from router_svc.api.openai.errors import error_response
 from router_svc.api.openai.info import ModelApi, OperatorApi
 from router_svc.api.reference.page import Reference
 from router_svc.api.responder import Responder
@@ -86,9 +89,9 @@ class Front:
                 )
                 app = self._app(admin_host, [*self._client_routes(), *self._operator_routes()])
                 self._watch_end(app)
-                admin_address = await stack.enter_async_context(serve_http(app, listener, tls=context))
+                admin_address = await stack.enter_async_context(_served(app, listener, context))
             listener = stack.enter_context(closing(bound_socket(config.host, config.port, flag="--port")))
-            yield await stack.enter_async_context(serve_http(self._public_app(), listener, tls=context)), admin_address
+            yield await stack.enter_async_context(_served(self._public_app(), listener, context)), admin_address
 
     def _public_app(self) -> web.Application:
         if self.config.admin_port is not None:
@@ -100,7 +103,7 @@ class Front:
 
     def _app(self, host: str, routes: Routes, elsewhere: Routes = ()) -> web.Application:
         """An application with these routes, a reference of them, and answers where others are."""
-        reference = Reference()
+        reference = Reference(self.config.max_request_timeout_s)
         routes = [*routes, *reference.routes()]
         reference.describe(routes)
         rules = HttpRules(
@@ -132,6 +135,13 @@ class Front:
         if self.console is not None:
             # Its streams end when the application shuts down, which would wait for them.
             app.on_shutdown.append(self.console.close)
+
+
+def _served(
+    app: web.Application, listener: socket.socket, tls: ssl.SSLContext | None
+) -> AbstractAsyncContextManager[str]:
+    """A listener whose errors are OpenAI's from the first byte on."""
+    return serve_http(app, listener, tls=tls, unreadable=error_response)
 
 
 def _elsewhere(route: web.RouteDef) -> web.RouteDef:

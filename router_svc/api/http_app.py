@@ -12,6 +12,7 @@ from aiohttp.typedefs import Middleware
 from pdserve.base.audit import Refusals
 from pdserve.base.errors import PdserveError, RequestError
 from pdserve.base.hosts import AllowedHosts
+from pdserve.base.http_limits import bounded_headers
 from pdserve.base.logs import get_logger
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from router_svc.api.authentication import LimitHeaders, add_limit_headers, authentication, no_limit_headers
@@ -54,7 +55,13 @@ def make_app(
     """The application with the given groups of routes."""
     errors = _errors(refusals or Refusals(), rules.error_forms)
     app = web.Application(
-        middlewares=[http_tracing(tracer), _deadline(rules.write_timeout_s), errors, known_hosts(rules.hosts)],
+        middlewares=[
+            http_tracing(tracer),
+            _deadline(rules.write_timeout_s),
+            errors,
+            bounded_headers,
+            known_hosts(rules.hosts),
+        ],
         client_max_size=rules.max_body_bytes,
     )
     add_cross_origin(app, rules.origins)

@@ -16,9 +16,20 @@ _PIECE_CHARACTERS = 262_144
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
+#: Characters that end a line for `str.splitlines`, and so for httpx's and requests' `iter_lines`; JSON escapes others.
+_LINE_ENDS = tuple((character.encode(), b"\\u%04x" % ord(character)) for character in "\x85\u2028\u2029")
+
+
 def to_json(value: object) -> bytes:
-    """Compact JSON in UTF-8."""
-    return _encode(value).encode()
+    """Compact JSON in UTF-8, on one line for readers of any kind."""
+    return on_one_line(_encode(value).encode())
+
+
+def on_one_line(data: bytes) -> bytes:
+    """The JSON with those line ends escaped that it may have within texts."""
+    for line_end, escaped in _LINE_ENDS:
+        data = data.replace(line_end, escaped)
+    return data
 
 
 def list_to_json(values: Sequence[Element], shape: Callable[[Element], object]) -> bytes:

@@ -40,6 +40,8 @@ class EndpointFields:
     grammar: str = ""
     #: Special tokens that the text has, whatever the client wants of others.
     kept_tokens: tuple[int, ...] = ()
+    #: Whether the output goes on with the prompt's text.
+    continues_text: bool = True
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     #: How long the output thinks at most; None: as long as it does.
@@ -53,6 +55,7 @@ def text_rules(fields: SamplingFields, own_fields: EndpointFields) -> TextRules:
         include_stop_str_in_output=bool(fields.include_stop_str_in_output),
         skip_special_tokens=fields.skip_special_tokens is not False,
         kept_tokens=own_fields.kept_tokens,
+        unfinished=b"" if own_fields.continues_text else None,
     )
 
 

@@ -15,7 +15,7 @@ from pdserve.base.sampling import MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_R
 from pdserve.model.chat_template import ChatTemplate
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
-from pdserve.model.tokenizer import Tokenizer
+from pdserve.model.tokenizer import StreamDetokenizer, Tokenizer
 from pdserve.model.tokenizer_file import read_tokenizer
 from router_svc.api.chat_size import MESSAGE_COST, characters_of, chat_size
 from router_svc.api.last_used import LastUsed
@@ -41,7 +41,7 @@ class SamplingDefaults(BaseModel):
 
     temperature: Annotated[float, Ge(0), Le(MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Gt(0), Le(1)] | None = None
-    top_k: Annotated[int, Ge(0), Le(_MAX_INTEGER)] | None = None
+    top_k: Annotated[int, Ge(-1), Le(_MAX_INTEGER)] | None = None
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
     repetition_penalty: Annotated[float, Ge(MIN_REPETITION_PENALTY), Le(MAX_REPETITION_PENALTY)] | None = None
     #: Also the upper limit for requests, as in vLLM.
@@ -246,9 +246,16 @@ class ServedModel:
 
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         """The texts of token ids, special tokens included."""
-        return await self.threads.run(
-            sum(map(len, prompts)), lambda: [self.tokenizer.decode(token_ids, False) for token_ids in prompts]
-        )
+        return [text + unfinished.decode(errors="replace") for text, unfinished in await self.decode_open(prompts)]
+
+    async def decode_open(self, prompts: Sequence[Sequence[int]]) -> list[tuple[str, bytes]]:
+        """As `decode`, but with the bytes of an incomplete character at the end of each text apart."""
+
+        def decode(token_ids: Sequence[int]) -> tuple[str, bytes]:
+            detokenizer = StreamDetokenizer(self.tokenizer, skip_special_tokens=False)
+            return detokenizer.push(token_ids), detokenizer.unfinished
+
+        return await self.threads.run(sum(map(len, prompts)), lambda: [decode(token_ids) for token_ids in prompts])
 
 
 def _tokenizer_class(model_dir: Path) -> str:

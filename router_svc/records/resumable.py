@@ -120,6 +120,7 @@ def _prompt(generation: Generation) -> pb.ResumablePrompt:
         cache_salt=generation.cache_salt,
         request_id=generation.request_id,
         kept_token_ids=generation.text.kept_tokens,
+        unfinished=generation.text.unfinished,
     )
 
 
@@ -162,6 +163,7 @@ def _generation(prompt: pb.ResumablePrompt, endpoint: str, first_choice: int, su
             include_stop_str_in_output=prompt.include_stop_str_in_output,
             skip_special_tokens=prompt.skip_special_tokens,
             kept_tokens=tuple(prompt.kept_token_ids),
+            unfinished=prompt.unfinished if prompt.HasField("unfinished") else None,
         ),
         first_choice=first_choice,
         priority=prompt.priority,

@@ -13,7 +13,7 @@ from math import isnan
 from pdserve.base.errors import TransferError
 from pdserve.base.sampling import MAX_CONTINUED_TOKENS, ChoiceTokens, FinishReason, TokenLogprobs
 from pdserve.model.tokenizer import StreamDetokenizer, Tokenizer
-from router_svc.generation import Generation
+from router_svc.generation import Generation, TextRules
 from router_svc.request.stop_strings import StopScanner
 
 
@@ -165,11 +165,18 @@ class _Gained:
     ended: _Ended | None = None
 
 
+def detokenizer_of(rules: TextRules, tokenizer: Tokenizer) -> StreamDetokenizer:
+    """Makes the text of an output, which stop strings may cut off."""
+    return StreamDetokenizer(
+        tokenizer, rules.skip_special_tokens, kept_tokens=rules.kept_tokens, unfinished=rules.unfinished
+    )
+
+
 class _Choice:
     def __init__(self, index: int, generation: Generation, tokenizer: Tokenizer) -> None:
         rules, sampling = generation.text, generation.sampling
         self._index = index
-        self._detokenizer = StreamDetokenizer(tokenizer, rules.skip_special_tokens, kept_tokens=rules.kept_tokens)
+        self._detokenizer = detokenizer_of(rules, tokenizer)
         self._scanner = StopScanner(rules.stop, include=rules.include_stop_str_in_output)
         self._include_stop = rules.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens

@@ -8,6 +8,8 @@ from pdserve.base.errors import RequestError
 
 #: Field and header that set a request's timeout.
 TIMEOUT_FIELD, TIMEOUT_HEADER = "timeout", "X-Request-Timeout"
+#: The longest that a request may set, unless the router's flag says otherwise.
+MAX_TIMEOUT_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +17,7 @@ class TimeoutLimits:
     """How long requests may take: those that do not say, and at most."""
 
     default_s: float = 3600.0
-    max_s: float = 86_400.0
+    max_s: float = MAX_TIMEOUT_S
 
     def require(self, timeout_s: float, *, param: str) -> float:
         """The timeout. Raises `RequestError` for one beyond the limit."""

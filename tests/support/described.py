@@ -107,9 +107,9 @@ class Description:
 
 
 def events_of(stream: bytes) -> list[object]:
-    """The data of server-sent events; `[DONE]` is a text."""
+    """The JSON of server-sent events, without the `[DONE]` behind them."""
     lines = [line[6:] for line in stream.decode().splitlines() if line.startswith("data: ")]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+    return [json.loads(line) for index, line in enumerate(lines, 1) if (index, line) != (len(lines), "[DONE]")]
 
 
 def _pattern(piece: str) -> str:

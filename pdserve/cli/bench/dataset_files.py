@@ -39,7 +39,7 @@ class _Conversation(BaseModel):
 def read_trace(path: Path, count: int) -> list[TraceLine]:
     """The first `count` requests of a trace by time. Raises `SetupError` that names an invalid line."""
     lines = []
-    for number, text in enumerate(_read(path).splitlines(), start=1):
+    for number, text in enumerate(_read(path).split("\n"), start=1):
         if text.strip():
             try:
                 lines.append(TraceLine.model_validate_json(text))
@@ -120,7 +120,8 @@ def _is_within_bounds(input_tokens: int, output_tokens: int) -> bool:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        # Some editors write a byte order mark.
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SetupError(f"Cannot read {path}: {error}.") from error
 

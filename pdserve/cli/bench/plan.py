@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 
 from pdserve.base.errors import SetupError
@@ -30,6 +31,8 @@ class Workload:
     requests: list[BenchRequest]
     arrivals_s: list[float]
     warmups: list[BenchRequest]
+    #: What the user has to know of the requests; empty: they are as ordered.
+    note: str = ""
 
 
 def plan(config: ServeConfig, vocabulary: Vocabulary, *, rate: float, run: int = 0) -> Workload:
@@ -44,8 +47,25 @@ def plan(config: ServeConfig, vocabulary: Vocabulary, *, rate: float, run: int =
             f"{config.dataset_path} has no conversation of a suitable length, "
             f"which is {MIN_TOKENS} to {MAX_INPUT_TOKENS} prompt tokens."
         )
+    requests, note = _as_many(config, requests)
     warmups = build_requests(config, vocabulary, config.num_warmups, f"{seed}:warm-up")
-    return Workload(requests=requests, arrivals_s=_arrivals_s(config, len(requests), rate), warmups=warmups)
+    arrivals_s = _arrivals_s(config, len(requests), rate)
+    return Workload(requests=requests, arrivals_s=arrivals_s, warmups=warmups, note=note)
+
+
+def _as_many(config: ServeConfig, requests: list[BenchRequest]) -> tuple[list[BenchRequest], str]:
+    """As many requests as ordered, where the file has fewer conversations, and what is said of it.
+
+    Those of a trace have times, and are sent once.
+    """
+    count = config.num_prompts
+    if len(requests) == count:
+        return requests, ""
+    has = f"{config.dataset_path} has only {len(requests)} usable requests, and {count} were ordered"
+    if config.dataset_name == TRACE:
+        return requests, f"{has}: {len(requests)} are sent."
+    again = f"{has}: they are sent several times, and the later ones find the earlier ones' prefixes in the cache."
+    return [*islice(cycle(requests), count)], again
 
 
 def build_requests(config: ServeConfig, vocabulary: Vocabulary, count: int, seed: Seed) -> list[BenchRequest]:

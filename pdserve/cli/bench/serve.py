@@ -48,7 +48,10 @@ def main(argv: Sequence[str]) -> int:
     environment = {"client": describe_client(datetime.now(UTC)), "server_version": server.version()}
     runs, documents = [], []
     for run, rate in enumerate(config.request_rate):
-        result = measure(target, plan(config, vocabulary, rate=rate, run=run), config.max_concurrency)
+        workload = plan(config, vocabulary, rate=rate, run=run)
+        if workload.note and not run:
+            _note(workload.note)
+        result = measure(target, workload, config.max_concurrency)
         metrics = summarize(result, percentiles=config.metric_percentiles, goodput_ms=config.goodput)
         _show(config, metrics, result, rate)
         runs.append(metrics)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pdserve.base.errors import PdserveError
 from pdserve.base.sampling import FinishReason
 from pdserve.model.tokenizer import Tokenizer
-from router_svc.api.json_pieces import to_json
+from router_svc.api.json_pieces import on_one_line, to_json
 from router_svc.api.ollama.content import ContentReader, Piece
 from router_svc.api.ollama.errors import error_body
 from router_svc.api.ollama.timing import Timing
@@ -26,14 +26,6 @@ from router_svc.request.stream import TokenUsage
 #: Tokens of a whole answer that are read at once.
 _TOKENS_AT_ONCE = 256
 _ID_CHARACTERS = 24
-#: Line breaks that JSON leaves as they are: in texts U+0085, U+2028 and U+2029, between the tokens of arguments others.
-_BREAKS = (
-    (b"\xc2\x85", rb"\u0085"),
-    (b"\xe2\x80\xa8", rb"\u2028"),
-    (b"\xe2\x80\xa9", rb"\u2029"),
-    (b"\n", b" "),
-    (b"\r", b" "),
-)
 
 
 class _TimedChoice(CollectedChoice):
@@ -151,6 +143,5 @@ class OllamaFormatter:
 
 
 def _line(text: bytes) -> bytes:
-    for found, instead in _BREAKS:
-        text = text.replace(found, instead)
-    return text + b"\n"
+    # Between the tokens of arguments, which are as the model has written them, there may be line ends of any kind.
+    return on_one_line(text).replace(b"\n", b" ").replace(b"\r", b" ") + b"\n"

@@ -12,6 +12,7 @@ from router_svc.api.openai.answers import CompletionChunkChoice, CompletionLogpr
 from router_svc.api.openai.choices import CollectedChoice, ending
 from router_svc.api.openai.generation_request import GenerationRequest
 from router_svc.api.openai.logprobs import (
+    TextOffsets,
     completion_chunks,
     completion_logprobs,
     completion_logprobs_pieces,
@@ -20,7 +21,7 @@ from router_svc.api.openai.logprobs import (
 )
 from router_svc.api.openai.prompt_logprobs import EchoedPrompt, ScoredPrompt
 from router_svc.generation import Generation
-from router_svc.request.output import ChoiceDelta
+from router_svc.request.output import ChoiceDelta, detokenizer_of
 
 
 class CompletionFormat:
@@ -38,8 +39,8 @@ class CompletionFormat:
         self._echoes = [echo for echo in request.echoes for _ in range(self._choices_per_prompt)]
         #: The token ids of each choice's prompt, if the client requested them.
         self._prompts = request.prompts_of_choices
-        #: Characters of the tokens of each choice so far.
-        self._offsets: dict[int, int] = {}
+        #: Where the next token of each choice starts in its text, for log-probabilities.
+        self._offsets: dict[int, TextOffsets] = {}
 
     def opening(self, index: int) -> CompletionChunkChoice | None:
         """The prompt, if the client requested an echo or its tokens; `scored` if with log-probabilities."""
@@ -58,7 +59,7 @@ class CompletionFormat:
         """The prompt, with its log-probabilities."""
         echoed = self._echoed(delta.choice_index, delta.prompt_logprobs or ())
         assert echoed is not None, "scores are streamed in echoes alone"
-        self._offsets[delta.choice_index] = len(echoed.text)
+        self._offsets[delta.choice_index] = self._new_offsets(delta.choice_index, len(echoed.text))
         before, after = to_json(self._opening(delta.choice_index)).split(b'"logprobs":null')
         yield before + b'"logprobs":'
         yield from completion_logprobs_pieces(echoed.chunks(self._tokenizer))
@@ -92,8 +93,8 @@ class CompletionFormat:
         yield b'{"index":%d,"text":%b,"logprobs":' % (index, text_to_json(text))
         echoed = self._echoed(index, collected.prompt_logprobs)
         if collected.logprobs or echoed is not None:
-            offset = 0 if echoed is None else len(echoed.text)
-            output = completion_chunks(collected.token_ids, collected.logprobs, self._tokenizer, offset=offset)
+            offsets = self._new_offsets(index, 0 if echoed is None else len(echoed.text))
+            output = completion_chunks(collected.token_ids, collected.logprobs, self._tokenizer, offsets)
             prompt = () if echoed is None else echoed.chunks(self._tokenizer)
             yield from completion_logprobs_pieces(chain(prompt, output))
         else:
@@ -131,6 +132,9 @@ class CompletionFormat:
     ) -> CompletionLogprobs | None:
         if not entries:
             return None
-        offset = self._offsets.get(index, 0)
-        shaped, self._offsets[index] = completion_logprobs(token_ids, entries, self._tokenizer, offset=offset)
-        return shaped
+        if index not in self._offsets:
+            self._offsets[index] = self._new_offsets(index)
+        return completion_logprobs(token_ids, entries, self._tokenizer, self._offsets[index])
+
+    def _new_offsets(self, index: int, start: int = 0) -> TextOffsets:
+        return TextOffsets(detokenizer_of(self._generation(index).text, self._tokenizer), start)

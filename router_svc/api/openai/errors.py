@@ -48,6 +48,8 @@ def error_headers(error: PdserveError) -> dict[str, str]:
     if isinstance(error, EndedEarly):
         # OpenAI's and Anthropic's clients repeat a request after a status of 500 or more, unless this says otherwise.
         headers["x-should-retry"] = "false"
+    if isinstance(error, MethodNotAllowed):
+        headers["Allow"] = ", ".join(error.allowed)
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
     return headers
@@ -69,8 +71,10 @@ def from_http_exception(error: web.HTTPException, request: web.Request) -> Pdser
         limit = request.client_max_size
         return PayloadTooLarge(f"The request body exceeds the limit of {limit} bytes (--max-body). Send less.")
     if isinstance(error, web.HTTPMethodNotAllowed):
-        allowed = ", ".join(sorted(error.allowed_methods))
-        return MethodNotAllowed(f"{request.path[:100]} accepts {allowed}, not {request.method[:20]}.")
+        allowed = sorted(error.allowed_methods)
+        return MethodNotAllowed(
+            f"{request.path[:100]} accepts {', '.join(allowed)}, not {request.method[:20]}.", allowed=allowed
+        )
     if isinstance(error, web.HTTPNotFound):
         return NotFound(f"The path {request.path[:100]} does not exist.")
     return RequestError(f"The request is invalid: {error.reason}.")

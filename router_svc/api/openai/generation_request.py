@@ -153,8 +153,8 @@ async def completion_request(
         cache_salt=body.cache_salt or "",
     )
     generations = await factory.make(body, fields, prompts)
-    echoes = await echoes_of(body, model, [] if keep is None else prompts) if body.echo else []
-    return replace(_request(body, model, ids, generations, tuple(echoes)), echo_logprobs=echo_logprobs)
+    echoes, generations = await echoes_of(body, model, generations, is_truncated=keep is not None)
+    return replace(_request(body, model, ids, generations, echoes), echo_logprobs=echo_logprobs)
 
 
 def _require_few_sequences(num_prompts: int, n: int) -> None:
@@ -209,6 +209,7 @@ async def _chat_fields(body: ChatBody, model: ServedModel, use: ToolUse, reading
         prompt_logprobs=body.prompt_logprobs,
         grammar=grammar,
         kept_tokens=() if reading is None else kept_tokens(reading.form, model.tokenizer),
+        continues_text=bool(body.continue_final_message),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         bad_words=await model.bad_words(body.bad_words or ()),
         thinking=await thinking_budget(model, body.thinking_token_budget, thinking, has_grammar=bool(grammar)),

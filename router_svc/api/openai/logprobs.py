@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from pdserve.base.sampling import TokenLogprobs
-from pdserve.model.tokenizer import Tokenizer
+from pdserve.model.tokenizer import StreamDetokenizer, Tokenizer
 from router_svc.api.json_pieces import to_json
 from router_svc.api.openai.answers import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
@@ -38,35 +38,42 @@ def entry_pieces(token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tok
     yield b"]"
 
 
-def completion_logprobs(
-    token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, *, offset: int
-) -> tuple[CompletionLogprobs, int]:
-    """`{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`, and the offset of the next token.
+class TextOffsets:
+    """Where the tokens of an output start in the text of its choice, in characters.
 
-    Offsets count the characters of earlier tokens. A character split over several tokens counts in each of them.
+    A character that is split over several tokens counts where its last one is. Tokens that the text leaves out have no
+    width.
     """
-    tokens, offsets = [], []
-    for token_id in token_ids:
-        text = text_of(token_id, tokenizer)
-        tokens.append(text)
-        offsets.append(offset)
-        offset += len(text)
-    shaped: CompletionLogprobs = {
-        "tokens": [*tokens],
+
+    def __init__(self, detokenizer: StreamDetokenizer, start: int = 0) -> None:
+        """`start`: where the output starts in the text."""
+        self._detokenizer = detokenizer
+        self._position = start
+
+    def next(self, token_id: int) -> int:
+        """The offset of the next token."""
+        position = self._position
+        self._position += len(self._detokenizer.push([token_id]))
+        return position
+
+
+def completion_logprobs(
+    token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, offsets: TextOffsets
+) -> CompletionLogprobs:
+    """`{"tokens", "token_logprobs", "top_logprobs", "text_offset"}` of the next tokens."""
+    return {
+        "tokens": [text_of(token_id, tokenizer) for token_id in token_ids],
         "token_logprobs": [finite(entry.logprob) for entry in entries],
         "top_logprobs": [likeliest(*pair, tokenizer) for pair in zip(token_ids, entries, strict=True)],
-        "text_offset": [*offsets],
+        "text_offset": [*map(offsets.next, token_ids)],
     }
-    return shaped, offset
 
 
 def completion_chunks(
-    token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, *, offset: int = 0
+    token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, offsets: TextOffsets
 ) -> Iterator[CompletionLogprobs]:
     """`completion_logprobs` of some tokens after the other. Each is little work."""
-    for chunk in chunks_of(entries):
-        shaped, offset = completion_logprobs(token_ids[chunk], entries[chunk], tokenizer, offset=offset)
-        yield shaped
+    return (completion_logprobs(token_ids[chunk], entries[chunk], tokenizer, offsets) for chunk in chunks_of(entries))
 
 
 def completion_logprobs_pieces(chunks: Iterable[CompletionLogprobs]) -> Iterator[bytes]:

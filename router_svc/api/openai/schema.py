@@ -34,7 +34,6 @@ from router_svc.api.body_schema import (
     excludes,
     one_of,
     requires,
-    requires_when,
 )
 from router_svc.api.openai.messages import ChatMessage, Documents, Messages, TemplateKwargs, TemplateSource
 from router_svc.api.openai.tools import ToolChoice, Tools
@@ -112,6 +111,20 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
+    @property
+    def requests_usage(self) -> bool:
+        """Whether a stream differs from one without options."""
+        return bool(self.include_usage or self.continuous_usage_stats)
+
+
+_ASKS_FOR_USAGE = {
+    "type": "object",
+    "anyOf": [
+        {"required": [name], "properties": {name: {"const": True}}}
+        for name in ("include_usage", "continuous_usage_stats")
+    ],
+}
+
 
 class GenerationBody(GeneratingBody, SamplingFields, StructuredFields):
     """Fields that completions and chats have in common."""
@@ -127,14 +140,16 @@ class GenerationBody(GeneratingBody, SamplingFields, StructuredFields):
     #: Lower values come first.
     priority: Annotated[int, Ge(-MAX_PRIORITY), Le(MAX_PRIORITY)] | None = None
 
+    #: As vLLM, which takes -1 for no seed.
+    nothing: ClassVar[Mapping[str, tuple[object, ...]]] = {"seed": (-1,)}
     conditions: ClassVar[Conditions] = (
-        requires("stream_options", "stream", True),
+        requires("stream_options", _ASKS_FOR_USAGE, "stream", True),
         excludes("stream", True, "prompt_logprobs"),
     )
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationBody:
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.requests_usage and not self.stream:
             raise PydanticCustomError("stream_options", "stream_options requires stream to be true")
         return self
 
@@ -153,9 +168,11 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     max_tokens: Annotated[int, Ge(0), Le(UINT32_MAX)] | None = None
 
+    #: Clients that fill in every field send that of chats, too.
+    nothing: ClassVar[Mapping[str, tuple[object, ...]]] = {**GenerationBody.nothing, "logprobs": (False,)}
     conditions: ClassVar[Conditions] = (
         *GenerationBody.conditions,
-        requires_when("max_tokens", 0, "echo", True),
+        requires("max_tokens", {"const": 0}, "echo", True),
         entries_require("logprob_token_ids", "logprobs", {"not": NULL}),
     )
 
@@ -187,10 +204,16 @@ class ChatBody(GenerationBody):
     include_reasoning: bool | None = None
     thinking_token_budget: ThinkingTokens | None = None
 
+    nothing: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **GenerationBody.nothing,
+        "logprobs": (0,),
+        "top_logprobs": (0,),
+        "chat_template": ("",),
+    }
     conditions: ClassVar[Conditions] = (
         *GenerationBody.conditions,
-        requires("top_logprobs", "logprobs", True),
-        requires_when("continue_final_message", True, "add_generation_prompt", False),
+        requires("top_logprobs", {"type": "integer", "minimum": 1}, "logprobs", True),
+        requires("continue_final_message", {"const": True}, "add_generation_prompt", False),
         entries_require("logprob_token_ids", "logprobs", {"const": True}),
     )
 
@@ -223,6 +246,7 @@ class TokenizeBody(Body):
     documents: Documents | None = None
     tools: Tools | None = None
 
+    nothing: ClassVar[Mapping[str, tuple[object, ...]]] = {"chat_template": ("",)}
     conditions: ClassVar[Conditions] = (one_of("prompt", "messages"),)
 
     @model_validator(mode="after")

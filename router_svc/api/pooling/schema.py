@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
 from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints
@@ -79,6 +80,9 @@ _Document = Annotated[Document, BeforeValidator(_as_document, json_schema_input_
 
 class RerankBody(PoolingBody):
     """POST /v1/rerank."""
+
+    #: As vLLM, whose default it is.
+    nothing: ClassVar[Mapping[str, tuple[object, ...]]] = {"top_n": (0,)}
 
     query: _Text
     documents: Annotated[list[_Document], MinLen(1), MaxLen(MAX_PROMPTS), Field(fail_fast=True)]

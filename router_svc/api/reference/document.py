@@ -14,6 +14,7 @@ from router_svc.api.reference.operations import OPERATIONS
 from router_svc.api.reference.parameters import HEADERS, RATE_LIMITS
 from router_svc.api.reference.schemas import Schema, schemas_of
 from router_svc.api.reference.texts import ABOUT, TAGS
+from router_svc.routing.timeouts import MAX_TIMEOUT_S, TIMEOUT_FIELD, TIMEOUT_HEADER
 
 Route = tuple[str, str]
 
@@ -34,7 +35,7 @@ _HEADERS_OF_ERRORS = {
 }
 
 
-def make_document(routes: Collection[Route]) -> dict[str, Any]:
+def make_document(routes: Collection[Route], max_timeout_s: float = MAX_TIMEOUT_S) -> dict[str, Any]:
     """The document of a listener with these methods and paths, as `OPERATIONS` names them."""
     served = {route: operation for route, operation in OPERATIONS.items() if route in routes}
     schemas, named = schemas_of(_bodies(served.values()), _answers(served.values()))
@@ -42,7 +43,7 @@ def make_document(routes: Collection[Route]) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in served.items():
         paths.setdefault(path, {})[method.lower()] = _operation(method, path, operation, schemas)
-    return {
+    document = {
         "openapi": "3.1.0",
         "info": {"title": "pdserve", "version": API_VERSION, "description": ABOUT},
         # Relative to the document: a proxy may serve it below another path.
@@ -57,6 +58,24 @@ def make_document(routes: Collection[Route]) -> dict[str, Any]:
             "securitySchemes": _KEYS,
         },
     }
+    _bound_timeouts(document, max_timeout_s)
+    return document
+
+
+def _bound_timeouts(document: Schema, max_s: float) -> None:
+    """Says how long the router lets requests take: its own limit, which the types of bodies do not know."""
+    operations = (operation for methods in document["paths"].values() for operation in methods.values())
+    found = [
+        parameter["schema"]
+        for operation in operations
+        for parameter in operation.get("parameters", ())
+        if parameter["name"] == TIMEOUT_HEADER
+    ]
+    for schema in document["components"]["schemas"].values():
+        alternatives = schema.get("properties", {}).get(TIMEOUT_FIELD, {}).get("anyOf", ())
+        found += [each for each in alternatives if each.get("type") == "number"]
+    for schema in found:
+        schema["maximum"] = max_s
 
 
 def _responses(operations: Iterable[Operation]) -> dict[str, Schema]:
@@ -68,9 +87,9 @@ def _responses(operations: Iterable[Operation]) -> dict[str, Schema]:
     }
 
 
-def encode_document(routes: Collection[Route]) -> bytes:
+def encode_document(routes: Collection[Route], max_timeout_s: float = MAX_TIMEOUT_S) -> bytes:
     """The document as JSON in UTF-8. Takes some 50 ms: call it in a thread."""
-    return json.dumps(make_document(routes), ensure_ascii=False, separators=(",", ":")).encode()
+    return json.dumps(make_document(routes, max_timeout_s), ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _bodies(operations: Iterable[Operation]) -> list[Any]:
@@ -137,15 +156,13 @@ def _answer(answer: Answer, schemas: Mapping[tuple[str, Any], Schema], form: Err
 
 
 def _event(schema: Schema, form: ErrorForm | None) -> Schema:
-    """The schema of an event's data. `form`: that of errors among them; None: there are none."""
+    """The schema of the JSON in an event's `data`. `form`: that of errors among them; None: there are none."""
     if form is None:
-        return {"description": "The data of each event.", **schema}
+        return {"description": "The JSON in the `data` of each event.", **schema}
     shown = [schema, {"$ref": f"#/components/schemas/{form.name}"}]
     late = "An error that comes later than the first token is an event"
-    if form is not OPENAI_ERRORS:
-        return {"description": f"The data of each event. {late}, the last one.", "anyOf": shown}
-    last = "The last one is `[DONE]`, which is no JSON."
-    return {"description": f"The data of each event. {last} {late} before it.", "anyOf": [*shown, {"const": "[DONE]"}]}
+    last = ", the last one." if form is not OPENAI_ERRORS else ". The last one has `[DONE]` instead of JSON."
+    return {"description": f"The JSON in the `data` of each event. {late}{last}", "anyOf": shown}
 
 
 def _line(schema: Schema, form: ErrorForm) -> Schema:

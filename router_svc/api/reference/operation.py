@@ -11,7 +11,7 @@ from router_svc.api.reference.error_forms import OPENAI_ERRORS, ErrorForm
 from router_svc.api.reference.parameters import Parameter
 
 #: Statuses of errors that any request may have. 401 comes with the key.
-ALWAYS = (400, 403, 500)
+ALWAYS = (400, 403, 431, 500)
 JSON = "application/json"
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"

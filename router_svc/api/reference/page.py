@@ -12,6 +12,7 @@ from pdserve.base.errors import NotFound
 from router_svc.api.console.page import INDEX, SECURITY_HEADERS, Asset, asset_of, asset_response, read_asset
 from router_svc.api.console.page import STATIC as CONSOLE_FILES
 from router_svc.api.reference.document import Route, encode_document
+from router_svc.routing.timeouts import MAX_TIMEOUT_S
 
 STATIC = Path(__file__).parent / "static"
 #: Files of the console that the page uses, too.
@@ -22,7 +23,8 @@ _JSON = "application/json"
 class Reference:
     """The document of one listener, and its page."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_timeout_s: float = MAX_TIMEOUT_S) -> None:
+        self._max_timeout_s = max_timeout_s
         files = [*sorted(STATIC.iterdir()), *(CONSOLE_FILES / name for name in SHARED)]
         self._assets = {path.name: read_asset(path) for path in files}
         self._served: Collection[Route] = ()
@@ -46,7 +48,7 @@ class Reference:
     async def _openapi(self, request: web.Request) -> web.Response:
         async with self._making:
             if self._document is None:
-                body = await asyncio.to_thread(encode_document, self._served)
+                body = await asyncio.to_thread(encode_document, self._served, self._max_timeout_s)
                 self._document = asset_of(body, _JSON)
         return asset_response(request, self._document)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from router_svc.api.batches.batches_api import BATCH_ID
+from router_svc.api.event_ids import HEADER as LAST_EVENT_HEADER
+from router_svc.api.event_ids import SCHEMA as LAST_EVENT_SCHEMA
 from router_svc.api.files.files_api import FILE_ID, MAX_LIMIT
 from router_svc.api.files.stored_files import MAX_FILES
 from router_svc.api.openai.info import DEFAULT_REQUESTS, MAX_REQUESTS
@@ -138,10 +140,10 @@ BATCH_PARAMETER = Parameter(
     schema={"type": "string", "pattern": BATCH_ID},
 )
 LAST_EVENT_ID = Parameter(
-    name="Last-Event-ID",
+    name=LAST_EVENT_HEADER,
     where="header",
     text="The `id` of the last event that the client has. Without it, the stream begins at its start.",
-    schema={"type": "string"},
+    schema=LAST_EVENT_SCHEMA,
 )
 NAME = Parameter(name="name", where="path", text="The file's name.", schema={"type": "string"})
 LIMIT = Parameter(

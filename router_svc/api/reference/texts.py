@@ -187,12 +187,12 @@ are valid Unicode, so the escape of half a surrogate pair is refused. A body has
 the context. Both depend on the model, so this document cannot state them; the answer is then 400.
 
 **Methods.** What answers GET answers HEAD, too, without a body; only the console's events do not. Another method \
-gets 405. With `--allowed-origins`, OPTIONS answers the preflight requests of browsers with 204.
+gets 405 and `Allow`. With `--allowed-origins`, OPTIONS answers the preflight requests of browsers with 204.
 
 **Errors** have the form of `Error`, below /v1/messages that of `MessagesError`, and below /api/ that of \
 `OllamaError`. A path that does not exist has \
-404 in the same form. What is no HTTP is answered with 400 and plain text, and the connection is closed; so is an \
-unknown `Expect` header, with 417.
+404 in the same form. What is no HTTP is answered with 400 and `Error`, and lines beyond a limit with 431; then the \
+connection is closed. An unknown `Expect` header is answered with 417.
 """
 
 TAGS = {

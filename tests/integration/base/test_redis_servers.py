@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from pdserve.base.errors import SetupError, StoreError
 from pdserve.base.ids import Epoch, RequestId, WorkerId
 from pdserve.base.redis_servers import parse_servers
 from pdserve.base.registry import Registrar, read_sightings
-from pdserve.base.store import Store, as_bytes, is_reachable
+from pdserve.base.store import Store, as_bytes, as_list, is_reachable
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.worker.serve.last_exit import ExitNote, Reason
 from router_svc.records.redis_memory import RedisMemory
@@ -67,14 +68,21 @@ async def use(store: Store) -> None:
     assert memory.used_bytes
 
 
+async def denials(admin: Store) -> list[object]:
+    """What the server has refused users for lack of rights, as `ACL LOG` has it."""
+    return [*as_list(await admin.call("ACL", "LOG"))]
+
+
 @pytest.mark.own_redis
 async def test_a_user_needs_the_documented_rights_only(tmp_path: Path) -> None:
     async with redis_process(tmp_path) as server, Store(server.url) as admin:
         await admin.call("ACL", "SETUSER", "pdserve", "on", ">se:cret", *RIGHTS)
-        await admin.call("ACL", "SETUSER", "default", "off")
         url = server.url.replace("://", "://pdserve:se%3Acret@")
         async with Store(url) as store:
             await use(store)
+            # redis-py says on each connection what it is (CLIENT SETINFO), unless it is told not to.
+            assert await denials(admin) == []
+            await admin.call("ACL", "SETUSER", "default", "off")
             with pytest.raises(StoreError, match="permissions"):
                 await store.call("GET", "other:key")
         assert not await is_reachable(server.url)
@@ -173,6 +181,33 @@ async def test_all_keys_are_on_one_node_of_a_cluster_and_are_followed_to_another
                 await store.call("GET", store.key("x"))
             await eventually(lambda: _can_write(store))
             assert await first.call("GET", store.key("written")) == b"yes"
+
+
+async def test_a_user_of_a_redis_cluster_may_ask_for_its_slots_too(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        nodes = await stack.enter_async_context(redis_cluster(tmp_path))
+        admins = [await stack.enter_async_context(Store(node.url)) for node in nodes]
+        for admin in admins:
+            await admin.call("ACL", "SETUSER", "pdserve", "on", ">secret", "~{pd}:*", *RIGHTS[1:], "+cluster|slots")
+        url = "redis+cluster://pdserve:secret@" + ",".join(f"127.0.0.1:{node.port}" for node in nodes)
+        await use(await stack.enter_async_context(Store(url)))
+        assert [await denials(admin) for admin in admins] == [[]] * len(admins)
+
+
+async def test_a_user_of_sentinels_may_ask_for_the_master_alone(tmp_path: Path) -> None:
+    async with (
+        replicated(tmp_path) as servers,
+        Store(servers.master.url) as master,
+        Store(servers.sentinel.url) as other,
+    ):
+        await master.call("ACL", "SETUSER", "pdserve", "on", ">secret", *RIGHTS)
+        may = ("+@connection", "+sentinel|get-master-addr-by-name")
+        await other.call("ACL", "SETUSER", "watch", "on", ">word", *may)
+        address = f"pdserve:secret@127.0.0.1:{servers.sentinel.port}"
+        url = f"redis+sentinel://{address}/primary?sentinel_username=watch&sentinel_password=word"
+        async with Store(url) as store:
+            await use(store)
+        assert await denials(master) == await denials(other) == []
 
 
 async def test_clusters_with_different_prefixes_share_a_redis(redis_server: PrivateRedis) -> None:

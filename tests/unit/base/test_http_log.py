@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 
 import pytest
@@ -10,15 +11,18 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from pdserve.base.admin import bound_socket, serve_http
+from pdserve.base.http_limits import MAX_FIELD, MAX_FIELDS, MAX_LINE
 from pdserve.base.http_log import ServerLog
 
 SECRET = b"swordfish"
-#: What follows a proper request on its connection.
+_START = b"GET / HTTP/1.1\r\nHost: a\r\n"
+#: What follows a proper request on its connection, and the status that answers it.
 BROKEN = {
-    "the rest of a body whose Content-Length was too small": b"My password is swordfish, what is yours?\r\n\r\n",
-    "a control character in a key": b"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer swordfish\x01\r\n\r\n",
-    "a header that is too long": b"GET / HTTP/1.1\r\nHost: a\r\nx-api-key: swordfish" + b"x" * 10_000 + b"\r\n\r\n",
-    "a target that is too long": b"GET /swordfish" + b"x" * 10_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+    "the rest of a body whose Content-Length was too small": (b"My password is swordfish, what is yours?\r\n\r\n", 400),
+    "a control character in a key": (_START + b"Authorization: Bearer swordfish\x01\r\n\r\n", 400),
+    "a header that is too long": (_START + b"x-api-key: swordfish" + b"x" * MAX_FIELD + b"\r\n\r\n", 431),
+    "too many headers": (_START + b"x: swordfish\r\n" * MAX_FIELDS + b"\r\n", 431),
+    "a target that is too long": (b"GET /swordfish" + b"x" * MAX_LINE + b" HTTP/1.1\r\nHost: a\r\n\r\n", 431),
 }
 
 
@@ -26,8 +30,10 @@ async def _answer(_: web.Request) -> web.Response:
     return web.Response(text="ok")
 
 
-@pytest.mark.parametrize("sent", BROKEN.values(), ids=BROKEN)
-async def test_what_cannot_be_read_is_logged_without_its_text(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("sent", "status"), BROKEN.values(), ids=BROKEN)
+async def test_what_cannot_be_read_is_logged_and_answered_without_its_text(
+    sent: bytes, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """Without `ServerLog`, aiohttp logs up to 100 bytes of it with a traceback."""
     caplog.set_level(logging.DEBUG)
     app = web.Application()
@@ -39,9 +45,11 @@ async def test_what_cannot_be_read_is_logged_without_its_text(sent: bytes, caplo
             writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
             await reader.readuntil(b"ok")
             writer.write(sent)
-            assert (await reader.readline()).split()[1] == b"400"
-            await reader.read()
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
             writer.close()
+    assert head.split()[1] == b"%d" % status
+    assert json.loads(body).keys() == {"error"}
+    assert SECRET not in body
     assert SECRET.decode() not in caplog.text
     [record] = [record for record in caplog.records if record.message == "http_unreadable"]
     assert record.fields["count"] == 1  # type: ignore[attr-defined]

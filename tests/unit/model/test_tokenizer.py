@@ -66,6 +66,22 @@ def test_sentencepiece_decoding_equals_the_librarys_for_text(text: str, skip: bo
     assert KINDS["sentencepiece"].decode(ids, skip_special_tokens=skip) == expected
 
 
+@kinds
+@given(text=TEXTS, share=st.floats(0, 1))
+@settings(deadline=None)
+def test_a_text_that_goes_on_with_another_is_the_rest_of_both_decoded_together(
+    kind: str, text: str, share: float
+) -> None:
+    """Decoded apart, both have U+FFFD for a character at the border, and SentencePiece's lose the space there."""
+    tokenizer = KINDS[kind]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    border = max(1, round(share * len(ids)))
+    before = StreamDetokenizer(tokenizer)
+    start = before.push(ids[:border])
+    behind = StreamDetokenizer(tokenizer, unfinished=before.unfinished)
+    assert start + behind.push(ids[border:]) + behind.finish() == tokenizer.decode(ids)
+
+
 def test_an_incomplete_character_is_held_back_and_replaced_at_the_end() -> None:
     tokenizer = KINDS["byte_level"]
     first_bytes = tokenizer.encode("🙂")[:2]

@@ -51,6 +51,33 @@ async def test_echo_starts_with_the_prompt(cluster: ScriptedCluster) -> None:
     assert text == "Say: Hello world."
 
 
+async def test_an_echo_whose_prompt_ends_within_a_character_goes_on_with_it(cluster: ScriptedCluster) -> None:
+    """Two texts that are decoded apart have a U+FFFD on each side of the border."""
+    data = "Hot 🌶 é".encode()
+    for border in range(1, len(data)):
+        prompt, cluster.script.replies = [*data[:border]], [[*data[border:], END]]
+        for n in (1, 2):
+            _, whole = await cluster.complete(prompt=[prompt, prompt], echo=True, n=n)
+            assert [choice["text"] for choice in whole["choices"]] == [data.decode()] * 2 * n
+        text, _ = await cluster.stream(prompt=prompt, echo=True)
+        assert text == data.decode()
+        # Without the prompt, its part of the character is missing.
+        _, alone = await cluster.complete(prompt=prompt)
+        assert alone["choices"][0]["text"] == data[border:].decode(errors="replace")
+        _, none = await cluster.complete(prompt=prompt, echo=True, max_tokens=0)
+        assert none["choices"][0]["text"] == data[:border].decode(errors="replace")
+
+
+async def test_offsets_are_those_of_the_text_behind_a_character_of_several_tokens(cluster: ScriptedCluster) -> None:
+    cluster.script.replies = [[*"aé🌶b".encode(), END]]
+    _, whole = await cluster.complete(logprobs=0)
+    _, events = await cluster.stream(logprobs=0)
+    expected = [0, 1, 1, 2, 2, 2, 2, 3, 4]
+    assert whole["choices"][0]["logprobs"]["text_offset"] == expected
+    choices = [choice for event in events for choice in event["choices"]]
+    assert [each for choice in choices for each in (choice["logprobs"] or {}).get("text_offset", ())] == expected
+
+
 async def test_stop_strings_never_appear_incompletely(cluster: ScriptedCluster) -> None:
     cluster.script.replies = [tokens_of("Hello wonderful world")]
     text, events = await cluster.stream(stop=["wor", "wonderfully"])

@@ -57,6 +57,7 @@ async def test_documents_come_in_the_order_of_their_scores(cluster: ScriptedClus
         ({}, 5),
         ({"documents": [{"text": DOCUMENTS[0]}, *DOCUMENTS[1:]]}, 5),
         ({"top_n": 2, "user": "me"}, 2),
+        ({"top_n": 0}, 5),
         ({"top_n": 50, "return_documents": False}, 5),
     ):
         status, body = await rerank(cluster, **fields)
@@ -89,7 +90,7 @@ async def test_what_cannot_be_compared_is_refused_by_name(cluster: ScriptedClust
         ({"documents": ["a", 3]}, 400, "documents"),
         ({"documents": [{"text": "a", "image": "b"}]}, 400, "documents"),
         ({"query": ""}, 400, "query"),
-        ({"top_n": 0}, 400, "top_n"),
+        ({"top_n": -1}, 400, "top_n"),
     ):
         answer, body = await rerank(cluster, **fields)
         assert (answer, body["error"]["param"].partition(".")[0].partition("[")[0]) == (status, start), (fields, body)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.base.sampling import TokenLogprobs
-from pdserve.model.tokenizer import Tokenizer
+from pdserve.model.tokenizer import StreamDetokenizer, Tokenizer
 from pdserve.model.tokenizer_file import read_tokenizer
-from router_svc.api.openai.logprobs import completion_chunks, completion_logprobs_pieces
+from router_svc.api.openai.logprobs import TextOffsets, completion_chunks, completion_logprobs_pieces
 from router_svc.api.openai.prompt_logprobs import EchoedPrompt, ScoredPrompt
 from tests.support.tiny_model import START, VOCAB_SIZE, tokens_of, write_model
 
@@ -50,7 +50,9 @@ def test_every_list_has_an_entry_for_each_token(tokenizer: Tokenizer, data: st.D
     echoed = EchoedPrompt(token_ids=prompt, text=text, scores=scores, alternatives=alternatives, listed=(65, 66))
     chunks = [
         *echoed.chunks(tokenizer),
-        *completion_chunks(output, data.draw(_entries(len(output), 1)), tokenizer, offset=len(text)),
+        *completion_chunks(
+            output, data.draw(_entries(len(output), 1)), tokenizer, TextOffsets(StreamDetokenizer(tokenizer), len(text))
+        ),
     ]
     shaped = json.loads(b"".join(completion_logprobs_pieces(chunks)))
     assert {name: len(values) for name, values in shaped.items()} == dict.fromkeys(

@@ -85,6 +85,13 @@ def test_an_invalid_trace_is_reported_with_its_line(tmp_path: Path, lines: list[
         read_trace(_write(tmp_path / "t.jsonl", *lines), 10)
 
 
+def test_a_line_of_a_trace_ends_at_a_newline_alone(tmp_path: Path) -> None:
+    row = {"timestamp": 1, "input_length": 10, "output_length": 2, "session": "a\u2028b\x85c"}
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\r\n", encoding="utf-8-sig", newline="")
+    assert len(read_trace(path, 10)) == 1
+
+
 def test_a_missing_file_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"nothing\.jsonl"):
         read_trace(tmp_path / "nothing.jsonl", 1)

@@ -51,6 +51,24 @@ def test_a_run_prints_the_table_and_sends_token_ids_of_exact_length(capsys: pyte
     assert {body["model"] for body in server.bodies} == {"tiny"}
 
 
+def test_a_file_with_too_few_conversations_is_used_again_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question, answer = "Who has built the first lighthouse\u2028of all", "Nobody knows that for sure today"
+    turns = [{"from": who, "value": text} for who, text in (("human", question), ("gpt", answer))]
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps([{"conversations": turns}, {"id": "empty"}], ensure_ascii=False), encoding="utf-8-sig")
+    with running(FakeServer(tokenize=_tokenize)) as server:
+        file = ("--dataset-name", "sharegpt", "--dataset-path", str(path))
+        assert _bench(server, *file, "--num-prompts", "3") == 0
+        assert [body["prompt"] for body in server.bodies] == [question] * 3
+        shown = capsys.readouterr()
+        assert "Successful requests:                     3" in shown.out
+        assert "only 1 usable requests, and 3 were ordered: they are sent several times" in shown.err
+        assert _bench(server, *file, "--num-prompts", "1") == 0
+    assert "usable" not in capsys.readouterr().err
+
+
 def test_host_and_port_can_name_the_server() -> None:
     with running(FakeServer()) as server:
         assert main(["bench", "serve", *SMALL, "--host", "localhost", "--port", str(server.port)]) == 0
@@ -239,7 +257,7 @@ def test_conversations_are_sent_as_text_and_a_file_without_any_is_refused(
     path = tmp_path / "s.json"
     turns = [{"value": "what is the answer"}, {"value": "it is forty two"}]
     path.write_text(json.dumps([{"conversations": turns}]))
-    flags = ("--dataset-name", "sharegpt", "--dataset-path", str(path))
+    flags = ("--dataset-name", "sharegpt", "--dataset-path", str(path), "--num-prompts", "1")
     with running(FakeServer(tokenize=_tokenize)) as server:
         assert _bench(server, *flags) == 0
         assert [(body["prompt"], body["max_tokens"]) for body in server.bodies] == [("what is the answer", 4)]

@@ -203,6 +203,47 @@ async def test_compressed_bytes_that_unpack_to_nothing_count() -> None:
         assert response.status == 413
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer " + "e" * 9000},
+        {"Cookie": "session=" + "c" * 12_000},
+        {f"X-Group-{index}": "g" * 4000 for index in range(15)},
+    ],
+    ids=["a token with many groups", "a session", "60 KB in all"],
+)
+async def test_headers_as_proxies_pass_them_on_are_taken(headers: dict[str, str]) -> None:
+    """Of 8,190 bytes, aiohttp's limit, a token of a single sign-on with its groups is refused."""
+    async with (
+        _serving() as address,
+        aiohttp.ClientSession(headers=headers) as http,
+        http.post(f"http://{address}/post", json={"x": 1}) as response,
+    ):
+        assert response.status == 200
+
+
+@pytest.mark.parametrize("path", ["/post", "/nowhere"])
+async def test_more_headers_than_that_are_refused_with_the_limit(path: str) -> None:
+    headers = {f"X-Group-{index}": "g" * 16_000 for index in range(5)}
+    async with (
+        _serving() as address,
+        aiohttp.ClientSession(headers=headers) as http,
+        http.post(f"http://{address}{path}", json={"x": 1}) as response,
+    ):
+        assert response.status == 431
+        assert "65536 for all headers" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "TRACE", "PROPFIND"])
+async def test_a_wrong_method_is_answered_with_those_that_are_right(method: str) -> None:
+    async with (
+        _serving() as address,
+        aiohttp.ClientSession() as http,
+        http.request(method, f"http://{address}/post") as response,
+    ):
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
+
+
 @pytest.mark.parametrize("path", ["/post", "/nowhere", "http://rebound.example/post"])
 async def test_a_rebound_name_is_refused_on_every_path(path: str) -> None:
     hosts = AllowedHosts.of_listener("127.0.0.1")

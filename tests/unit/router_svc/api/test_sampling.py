@@ -76,6 +76,13 @@ async def test_the_default_of_a_model_is_limited_like_a_client(model: ServedMode
     assert (await made(own, {})).top_k == 0
 
 
+@pytest.mark.parametrize("top_k", [-1, 0])
+async def test_a_model_switches_top_k_off_as_a_client_does(model: ServedModel, tmp_path: Path, top_k: int) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": top_k}), encoding="utf-8")
+    own = replace(model, defaults=SamplingDefaults.from_dir(tmp_path))
+    assert (await made(own, {})).top_k == 0
+
+
 @pytest.mark.parametrize(
     "text",
     [

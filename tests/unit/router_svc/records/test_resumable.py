@@ -50,7 +50,9 @@ def generation(index: int, first_choice: int, **more: object) -> Generation:
         "sampling": SamplingParams(
             temperature=0.7, top_k=3, seed=-(2**62), logprobs=0, n=2, logit_bias={5: -1.5}, stop_token_ids=(9,)
         ),
-        "text": TextRules(stop=("\n", "é"), include_stop_str_in_output=True, skip_special_tokens=False),
+        "text": TextRules(
+            stop=("\n", "é"), include_stop_str_in_output=True, skip_special_tokens=False, unfinished=b"\xf0\x9f"
+        ),
     }
     return Generation(
         request_id=request_id,
