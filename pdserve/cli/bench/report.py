@@ -19,12 +19,12 @@ TITLES = {
 def table(
     metrics: Metrics, *, latencies: Sequence[str], request_rate: float | None = None, max_concurrency: int | None = None
 ) -> str:
-    """The metrics as a table 50 columns wide, with the requested latencies."""
+    """The metrics as a table up to 50 columns wide, with the requested latencies."""
     lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
-    lines += [f"{name:<40} {value:<10}" for name, value in _totals(metrics, request_rate, max_concurrency)]
+    lines += [f"{name:<40} {value}" for name, value in _totals(metrics, request_rate, max_concurrency)]
     for metric in latencies:
         lines.append(f"{TITLES[metric]:-^{_WIDTH}}")
-        lines += [f"{name:<40} {value:<10}" for name, value in _latency_rows(metric, metrics)]
+        lines += [f"{name:<40} {value}" for name, value in _latency_rows(metric, metrics)]
     lines.append("=" * _WIDTH)
     return "\n".join(lines)
 
