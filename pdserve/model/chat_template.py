@@ -16,7 +16,6 @@ import jinja2
 
 from pdserve.base.errors import RequestError, SetupError
 from pdserve.model import template_limits
-from pdserve.model.end_of_text import special_token
 from pdserve.model.fields import Fields, read_text
 from pdserve.model.template_environment import compiled
 from pdserve.model.template_limits import (
@@ -24,18 +23,19 @@ from pdserve.model.template_limits import (
     LimitReached,
     Meter,
 )
+from pdserve.model.tokenizer_settings import TokenizerSettings
 
 RENDER_TIMEOUT_S = 5.0
 _MAX_TEMPLATE_CHARS = 1_000_000
 _MAX_TEMPLATE_BYTES = 4 * _MAX_TEMPLATE_CHARS
 #: The field with a client's template, for errors.
 _OWN = "chat_template"
+#: A text by which a template is tried.
+_PROBE = "probe-of-the-content"
 _SYSTEM_ROLES = ("system", "developer")
 #: What a template raises on messages that it was not written for, and what no message explains.
 _REJECTIONS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 _FAILURES = (ArithmeticError, RecursionError, MemoryError)
-#: Variables that hold the model's special tokens.
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
 class ChatTemplate:
@@ -55,6 +55,8 @@ class ChatTemplate:
         self._timeout_s = timeout_s
         self._is_clients = False
         self._template: jinja2.Template | None = None
+        #: Whether it goes through the parts of a message, and would do so with the letters of a text.
+        self._takes_content_parts = False
         #: The variables that the template reads.
         self.variables: frozenset[str] = frozenset()
         if source is None:
@@ -65,7 +67,8 @@ class ChatTemplate:
             )
         token = METER.set(Meter.start(timeout_s))  # Constants are computed here.
         try:
-            self._template, self.variables = compiled(source)
+            self._template, self.variables, reads_text = compiled(source)
+            self._takes_content_parts = reads_text and not self._shows(_PROBE) and self._shows([_content_part(_PROBE)])
         except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError, ArithmeticError, MemoryError) as error:
             raise SetupError(f"{where} is not a valid chat template: {error}.") from error
         finally:
@@ -75,7 +78,7 @@ class ChatTemplate:
     def from_dir(cls, model_dir: Path) -> ChatTemplate:
         """Read `chat_template.jinja`, or else the template in `chat_template.json` or `tokenizer_config.json`."""
         config = Fields.read_optional(model_dir / "tokenizer_config.json")
-        special = {name: token for name in SPECIAL_TOKENS if (token := special_token(config, name)) is not None}
+        special = TokenizerSettings.from_dir(model_dir).special_tokens
         path = model_dir / "chat_template.jinja"
         if path.exists():
             return cls(read_text(path, _MAX_TEMPLATE_BYTES), special, str(path))
@@ -103,7 +106,9 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **kwargs: object
     ) -> str:
-        """The prompt of a conversation; content may be a string or a list of text parts.
+        """The prompt of a conversation; content may be a string or a list of text parts, whatever the template expects.
+
+        Parts are joined by newlines for templates that expect a string.
 
         `kwargs` (tools, documents, the request's chat_template_kwargs) are passed on. May take as long as the time
         limit, so call it in a thread. Raises `RequestError` when there is no template, when it rejects the messages,
@@ -116,7 +121,7 @@ class ChatTemplate:
             "documents": None,
             **self.special_tokens,
             **kwargs,
-            "messages": [_with_plain_content(message, index) for index, message in enumerate(messages)],
+            "messages": [self._shaped(message, index) for index, message in enumerate(messages)],
             "add_generation_prompt": add_generation_prompt,
         }
         token = METER.set(Meter.start(self._timeout_s))
@@ -138,6 +143,26 @@ class ChatTemplate:
             raise RequestError(f"The chat template failed: {name}", param="messages") from error
         finally:
             METER.reset(token)
+
+    def _shows(self, content: object) -> bool:
+        """Whether the prompt of a message with this content has its text. Within what is left of the limits."""
+        assert self._template is not None
+        messages = [{"role": "user", "content": content}]
+        nothing = {"tools": None, "documents": None, "add_generation_prompt": True}
+        try:
+            return _PROBE in _collect(self._template, {**nothing, **self.special_tokens, "messages": messages})
+        except (*_REJECTIONS, *_FAILURES, RequestError):
+            return False
+
+    def _shaped(self, message: Mapping[str, object], index: int) -> dict[str, object]:
+        """The message with its content in the form that the template goes through: one text, or parts."""
+        content = message.get("content")
+        texts = _texts_of(content, index) if isinstance(content, list) else None
+        if self._takes_content_parts and texts is None:
+            return {**message, "content": [_content_part(content or "")]}
+        if texts is None or self._takes_content_parts:
+            return dict(message)
+        return {**message, "content": "\n".join(texts)}
 
     def _refuses_roles(self, variables: Mapping[str, Any]) -> bool:
         """Whether it takes the messages without those of the system. Within what is left of the limits."""
@@ -173,13 +198,14 @@ def _collect(template: jinja2.Template, variables: Mapping[str, object]) -> str:
     return "".join(texts)
 
 
-def _with_plain_content(message: Mapping[str, object], index: int) -> dict[str, object]:
-    """The message with its text parts joined by newlines, because most templates expect a string."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
+def _content_part(text: object) -> dict[str, object]:
+    return {"type": "text", "text": text}
+
+
+def _texts_of(content_parts: Sequence[object], index: int) -> list[str]:
+    """The texts of a message's parts. Raises `RequestError` for other parts."""
     texts = []
-    for item in content:
+    for item in content_parts:
         text = item.get("text") if isinstance(item, Mapping) and item.get("type") == "text" else None
         if not isinstance(text, str):
             raise RequestError(
@@ -187,7 +213,7 @@ def _with_plain_content(message: Mapping[str, object], index: int) -> dict[str, 
                 param=f"messages[{index}].content",
             )
         texts.append(text)
-    return {**message, "content": "\n".join(texts)}
+    return texts
 
 
 def _template_text(source: Fields) -> str | None:

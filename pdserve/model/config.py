@@ -14,6 +14,7 @@ from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
 from pdserve.model.end_of_text import end_of_text_ids, listed_ids
 from pdserve.model.fields import Fields
+from pdserve.model.known_fields import CONFIG
 from pdserve.model.rope_config import RopeConfig, rope_from_hf
 
 ARCHITECTURES = {
@@ -25,24 +26,6 @@ ARCHITECTURES = {
 #: Far above the number of layers of a real model; each layer is some objects, even before its weights are read.
 MAX_LAYERS = 10_000
 DTYPES = ("float32", "bfloat16", "float16")
-#: Fields that change the model's computation in ways that this decoder does not support.
-_REFUSED = (
-    "quantization_config",
-    "compression_config",
-    "auto_map",
-    "num_local_experts",
-    "num_experts",
-    "n_routed_experts",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "attention_multiplier",
-    "residual_multiplier",
-    "embedding_multiplier",
-    "logits_scaling",
-    "clip_qkv",
-    "no_rope_layers",
-    "attention_chunk_size",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +66,29 @@ class ModelConfig:
         """Read a parsed config. Raises `SetupError` that names an unsupported architecture or field."""
         fields = Fields(config, "config.json")
         return _from_fields(fields, listed_ids(fields, Fields(generation or {}, "generation_config.json")))
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest sequence, as a scaling that the config declares has extended it.
+
+        Many configs still have the length before in `max_position_embeddings`.
+        """
+        if self.rope.rope_type == "yarn":
+            extended = int(self.rope.original_max_position_embeddings * self.rope.factor)
+        elif self.rope.rope_type in ("linear", "dynamic"):
+            extended = int(self.max_position_embeddings * self.rope.factor)
+        else:
+            extended = 0
+        return max(self.max_position_embeddings, extended)
+
+    @property
+    def default_context(self) -> int:
+        """Tokens of the longest sequence unless the operator sets them.
+
+        Only yarn says from which length it extends. Configs with linear scaling often have the extended length already,
+        and dynamic scaling rotates short sequences otherwise where long ones are served.
+        """
+        return self.max_context if self.rope.rope_type == "yarn" else self.max_position_embeddings
 
     def kv_layout(self, *, fingerprint: str, dtype: str, block_size: int, max_model_len: int | None = None) -> KvLayout:
         """The layout of KV blocks; `dtype` "auto" is the model's own.
@@ -164,9 +170,9 @@ def _model_type(config: Fields) -> str:
 
 
 def _refuse_unsupported(config: Fields) -> None:
-    for name in _REFUSED:
-        if config.has(name) and not (name == "quantization_config" and _is_kv_only(config.object(name))):
-            raise SetupError(f"{config.where}: {name} is not supported. Use a checkpoint without it.")
+    CONFIG.check(config)
+    if config.has("quantization_config") and not _is_kv_only(config.object("quantization_config")):
+        raise SetupError(f"{config.where}: quantization_config is not supported. Use a checkpoint without it.")
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise SetupError(f"{config.where}: hidden_act {activation!r} is not supported; supported: silu.")

@@ -29,7 +29,7 @@ class Decoder:
         """
         self.config = config
         #: Maximum length of a sequence, and length of the table of angles.
-        self.max_model_len = max_model_len or config.max_position_embeddings
+        self.max_model_len = max_model_len or config.default_context
         #: Dtype of weights and activations.
         self.dtype = weights.norm.dtype
         #: Device of the weights, and of batches and the cache.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pdserve.base.errors import SetupError
 from pdserve.model.fields import Fields
+from pdserve.model.tokenizer_settings import TokenizerSettings
 
 #: Far above the size of a real tokenizer.json.
 MAX_TOKENIZER_BYTES = 128 << 20
@@ -26,37 +26,30 @@ def listed_ids(config: Fields, generation: Fields) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*generation.token_ids("eos_token_id"), *config.token_ids("eos_token_id")]))
 
 
-def special_token(config: Fields, name: str) -> str | None:
-    """A special token of tokenizer_config.json, which is a string or an object with the text in `content`."""
-    value = config.raw(name)
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
 def _tokenizers_id(model_dir: Path) -> int | None:
-    """The id of the tokenizer's `eos_token`; None when there is none, or it is no added token."""
-    config = Fields.read_optional(model_dir / "tokenizer_config.json")
-    token = special_token(config, "eos_token")
+    """The id of the tokenizer's `eos_token`; None when there is none, or no such token."""
+    settings = TokenizerSettings.from_dir(model_dir)
+    token = settings.special_tokens.get("eos_token")
     if token is None:
         return None
-    if config.has("added_tokens_decoder"):
-        return _in_config(config.object("added_tokens_decoder"), token)
+    if (listed := next((index for index, (text, _) in settings.added.items() if text == token), None)) is not None:
+        return listed
     path = model_dir / "tokenizer.json"
-    if not path.exists():
-        return None
-    added = Fields.read(path, MAX_TOKENIZER_BYTES).raw("added_tokens")
+    return _in_tokenizer(Fields.read(path, MAX_TOKENIZER_BYTES), token) if path.exists() else None
+
+
+def _in_tokenizer(tokenizer: Fields, token: str) -> int | None:
+    added = tokenizer.raw("added_tokens")
     entries = added if isinstance(added, list) else []
     found = [entry for entry in entries if isinstance(entry, dict) and entry.get("content") == token]
-    ids = Fields(found[0], f"{path}: added_tokens").token_ids("id") if found else ()
+    fields = Fields(found[0], f"{tokenizer.where}: added_tokens") if found else _vocabulary(tokenizer, token)
+    ids = fields.token_ids("id")
     return ids[0] if ids else None
 
 
-def _in_config(added: Fields, token: str) -> int | None:
-    for name in added.names():
-        entry = added.raw(name)
-        if isinstance(entry, dict) and entry.get("content") == token:
-            if not (name.isascii() and name.isdecimal() and len(name) < 10):
-                raise SetupError(f"{added.where} has the id {name!r}, but must have token ids. Is the file damaged?")
-            return int(name)
-    return None
+def _vocabulary(tokenizer: Fields, token: str) -> Fields:
+    """The entry of a token that is not added, as added ones have it."""
+    model = tokenizer.raw("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    found = vocabulary.get(token) if isinstance(vocabulary, dict) else None
+    return Fields({"id": found}, f"{tokenizer.where}: vocab")

@@ -22,6 +22,7 @@ from pdserve.model.fetch.gguf_convert import CONVERTER_VERSION, convert_gguf
 from pdserve.model.fetch.hub_name import hub_name
 from pdserve.model.fetch.manifest import sha256_of
 from pdserve.model.fetch.progress import ProgressCallback, silent
+from pdserve.model.known_fields import check_directory
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ALIASES = {
@@ -116,6 +117,7 @@ def checked_model(path: Path, served_name: str) -> ResolvedModel:
         hint = " Pass the .gguf file itself." if any(path.glob("*.gguf")) else ""
         raise SetupError(f"{path} is not a model directory: it has no config.json.{hint}")
     ModelConfig.from_dir(path)
+    check_directory(path)
     if not (path / "tokenizer.json").is_file():
         raise SetupError(f"{path} has no tokenizer.json. Create it with transformers' AutoTokenizer.save_pretrained.")
     return ResolvedModel(path=path, served_name=served_name, fingerprint=fingerprint(path))

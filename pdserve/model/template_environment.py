@@ -163,15 +163,18 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """The template and the variables that it reads; constants are computed here.
+def compiled(source: str) -> tuple[jinja2.Template, frozenset[str], bool]:
+    """The template, the variables that it reads, and whether it reads the `text` of anything, such as of a part.
 
-    Raises errors of jinja2 and of the compiler.
+    Constants are computed here. Raises errors of jinja2 and of the compiler.
     """
     environment = Environment()
     parsed = environment.parse(source)
     variables = frozenset(meta.find_undeclared_variables(parsed))
-    return environment.from_string(_Bounded().visit(parsed)), variables
+    reads_text = any(each.attr == "text" for each in parsed.find_all(nodes.Getattr)) or any(
+        isinstance(each.arg, nodes.Const) and each.arg.value == "text" for each in parsed.find_all(nodes.Getitem)
+    )
+    return environment.from_string(_Bounded().visit(parsed)), variables, reads_text
 
 
 def _tojson(

@@ -16,6 +16,7 @@ from pdserve.model.library_errors import library_errors
 from pdserve.model.literal_text import LiteralText
 from pdserve.model.tokenizer import Tokenizer
 from pdserve.model.tokenizer_cost import unbounded_step
+from pdserve.model.tokenizer_settings import TokenizerSettings
 
 log = get_logger(__name__)
 
@@ -34,7 +35,10 @@ def read_tokenizer(model_dir: Path, *, special_tokens_in_text: bool = True, enco
     ids = end_of_text_ids(model_dir, Fields.read_optional(model_dir / "config.json"))
     literal, isolated = None, None
     with library_errors(lambda reason: SetupError(f"{path} is not a valid tokenizer: {reason}.")):
-        document = json.loads(text)
+        read = json.loads(text)
+        document = TokenizerSettings.from_dir(model_dir).applied(read)
+        if document is not read:
+            text = json.dumps(document)
         if not special_tokens_in_text:
             literal, document = LiteralText.prepare(document, ids, str(path))
             text = json.dumps(document)

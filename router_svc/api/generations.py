@@ -70,7 +70,7 @@ class GenerationFactory:
                     worker_request_id=self.ids.for_workers(index),
                     prompt=tuple(prompt),
                     sampling=sampling,
-                    text=text_rules(fields, own_fields),
+                    text=text_rules(fields, own_fields, self.model.defaults),
                     first_choice=index * sampling.n,
                     prompt_logprobs=own_fields.prompt_logprobs,
                     priority=self.priority,

@@ -10,10 +10,11 @@ from typing import TypeVar
 from pdserve.base.errors import ContextExceeded, RequestError, TooLarge
 from pdserve.base.sampling import SamplingParams, ThinkingBudget
 from router_svc.api.body import SamplingFields
-from router_svc.api.served_model import SamplingDefaults, ServedModel, check_token_ids
+from router_svc.api.sampling_defaults import SamplingDefaults
+from router_svc.api.served_model import ServedModel, check_token_ids
 from router_svc.generation import TextRules
 
-Number = TypeVar("Number", int, float)
+Value = TypeVar("Value")
 
 #: Sequences (prompts times n) of one request.
 MAX_SEQUENCES = 512
@@ -48,10 +49,10 @@ class EndpointFields:
     thinking: ThinkingBudget | None = None
 
 
-def text_rules(fields: SamplingFields, own_fields: EndpointFields) -> TextRules:
+def text_rules(fields: SamplingFields, own_fields: EndpointFields, defaults: SamplingDefaults) -> TextRules:
     """How the completion becomes text."""
     return TextRules(
-        stop=tuple(fields.stop or ()),
+        stop=tuple(_first(fields.stop, defaults.stop_strings, ())),
         include_stop_str_in_output=bool(fields.include_stop_str_in_output),
         skip_special_tokens=fields.skip_special_tokens is not False,
         kept_tokens=own_fields.kept_tokens,
@@ -67,7 +68,7 @@ def sampling_params(
     stop_token_ids = tuple(fields.stop_token_ids or ())
     check_token_ids(stop_token_ids, model.vocab_size, param="stop_token_ids")
     max_tokens = _max_tokens(own_fields, _limit(fields, own_fields, defaults), prompt_tokens, max_model_len)
-    min_tokens = fields.min_tokens or 0
+    min_tokens = _first(fields.min_tokens, min(defaults.min_new_tokens or 0, max_tokens))
     if min_tokens > max_tokens:
         raise RequestError(
             f"`min_tokens` is {min_tokens}, but at most {max_tokens} tokens can be generated. Lower it.",
@@ -196,5 +197,5 @@ def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
     return converted
 
 
-def _first(*values: Number | None) -> Number:
+def _first(*values: Value | None) -> Value:
     return next(value for value in values if value is not None)

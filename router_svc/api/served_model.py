@@ -5,57 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from pdserve.base.errors import ContextExceeded, RequestError, SetupError
-from pdserve.base.sampling import MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_REPETITION_PENALTY
+from pdserve.base.errors import ContextExceeded, RequestError
+from pdserve.base.logs import get_logger
 from pdserve.model.chat_template import ChatTemplate
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
+from pdserve.model.known_fields import check_directory
 from pdserve.model.tokenizer import StreamDetokenizer, Tokenizer
 from pdserve.model.tokenizer_file import read_tokenizer
 from router_svc.api.chat_size import MESSAGE_COST, characters_of, chat_size
 from router_svc.api.last_used import LastUsed
 from router_svc.api.pooling.model_pooling import ModelPooling
+from router_svc.api.sampling_defaults import SamplingDefaults
 from router_svc.api.structured import StructuredFields, grammar_of, has_structure
 from router_svc.api.text_threads import INLINE_CHARACTERS, LONG_CHARACTERS, TextThreads
 from router_svc.message_formats import AUTO
-from router_svc.messages.described_tools import with_described_tools
+from router_svc.messages.described_tools import text_of, with_described_tools
 from router_svc.messages.model_messages import ModelMessages, messages_of
+
+log = get_logger(__name__)
 
 #: Texts up to this size are tokenized without an estimate of their token count.
 _ALWAYS_TOKENIZED_CHARACTERS = 100_000
-#: Far above any real default, and within the fields of a request to a worker.
-_MAX_INTEGER = 2**31 - 1
 #: Tokens by which a text may exceed the context before it is refused by a count in pieces, which is not exact.
 _COUNT_MARGIN = 1.25
-
-
-class SamplingDefaults(BaseModel):
-    """Fields of generation_config.json that apply to requests which omit them, as in vLLM, within the same bounds."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
-
-    temperature: Annotated[float, Ge(0), Le(MAX_TEMPERATURE)] | None = None
-    top_p: Annotated[float, Gt(0), Le(1)] | None = None
-    top_k: Annotated[int, Ge(-1), Le(_MAX_INTEGER)] | None = None
-    min_p: Annotated[float, Ge(0), Le(1)] | None = None
-    repetition_penalty: Annotated[float, Ge(MIN_REPETITION_PENALTY), Le(MAX_REPETITION_PENALTY)] | None = None
-    #: Also the upper limit for requests, as in vLLM.
-    max_new_tokens: Annotated[int, Ge(1), Le(_MAX_INTEGER)] | None = None
-
-    @classmethod
-    def from_dir(cls, model_dir: Path) -> SamplingDefaults:
-        """All None when the model has no generation_config.json. Raises `SetupError`."""
-        config = Fields.read_optional(model_dir / "generation_config.json")
-        try:
-            return cls.model_validate({name: config.raw(name) for name in cls.model_fields})
-        except ValidationError as error:
-            problems = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors(include_url=False))
-            raise SetupError(f"{config.where} is invalid: {problems}.") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +42,8 @@ class ServedModel:
     template: ChatTemplate
     defaults: SamplingDefaults
     vocab_size: int
-    max_position_embeddings: int
+    #: Tokens of the longest sequence that the model supports.
+    max_context: int
     #: The name that the model's files give its tokenizer.
     tokenizer_class: str = "PreTrainedTokenizerFast"
     messages: ModelMessages = field(default_factory=ModelMessages)
@@ -86,6 +62,8 @@ class ServedModel:
     ) -> ServedModel:
         """Reads tokenizer, chat template and configs. Raises `SetupError`."""
         config = ModelConfig.from_dir(model_dir)
+        if unknown := check_directory(model_dir):
+            log.info("model_fields_unknown", model=name, **unknown)
         tokenizer = read_tokenizer(model_dir, special_tokens_in_text=special_tokens_in_text)
         # The event loop waits for no other process.
         inline = -1 if tokenizer.is_isolated else INLINE_CHARACTERS
@@ -98,7 +76,7 @@ class ServedModel:
             defaults=SamplingDefaults.from_dir(model_dir),
             pooling=ModelPooling.from_dir(model_dir, config.hidden_size),
             vocab_size=config.vocab_size,
-            max_position_embeddings=config.max_position_embeddings,
+            max_context=config.max_context,
             tokenizer_class=_tokenizer_class(model_dir),
             threads=TextThreads(inline_characters=inline),
         )
@@ -113,7 +91,7 @@ class ServedModel:
 
         Call it in a thread: a long text is tokenized in pieces until they exceed the context.
         """
-        limit = self.max_position_embeddings
+        limit = self.max_context
         if len(text) <= _ALWAYS_TOKENIZED_CHARACTERS:
             return  # Tokenizing it is fast, and gives the exact number.
         at_least = len(text.encode(errors="replace")) // self.tokenizer.max_token_bytes
@@ -285,7 +263,10 @@ def require_fits(num_tokens: int, max_model_len: int, *, param: str) -> None:
 def _within_last(text: str, messages: Sequence[Mapping[str, object]]) -> str:
     """The prompt up to the end of the last message's content. Raises `RequestError` if it does not show it."""
     last = messages[-1]
-    content = str(last["content"]).strip()
+    content = text_of(last["content"]).strip()
+    if content not in text and isinstance(last["content"], list):
+        # A template that goes through the parts puts nothing, or something else, between them.
+        content = text_of(last["content"][-1:]).strip()
     if last["role"] != "assistant" or not content or content not in text:
         raise RequestError(
             "`continue_final_message` needs a last message of the assistant with content, which the template shows.",

@@ -114,7 +114,7 @@ class SimulatedRouter:
             name="simulated",
             tokenizer=Letters(),
             threads=SimpleNamespace(),
-            max_position_embeddings=MAX_MODEL_LEN,
+            max_context=MAX_MODEL_LEN,
             vocab_size=VOCAB_SIZE,
             close=lambda: None,
         )

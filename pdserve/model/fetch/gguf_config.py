@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pdserve.base.errors import SetupError
 from pdserve.model.fetch.gguf_file import GgufFile
+from pdserve.model.fetch.gguf_keys import below, check_keys
 from pdserve.model.fields import Fields
 
 #: GGUF architecture -> model_type. GGUF stores mistral models as llama.
@@ -68,6 +69,7 @@ def source_tensors(gguf: GgufFile) -> dict[str, SourceTensor]:
 def hf_config(gguf: GgufFile) -> dict[str, object]:
     """The content of config.json, for weights in bfloat16. Raises `SetupError` that names an unsupported feature."""
     scope, metadata = _scope(gguf), gguf.metadata
+    check_keys(gguf, scope.where)
     if metadata.has("split.count") and metadata.raw("split.count") not in (0, 1):
         raise SetupError(f"{gguf.path} is one file of a split model. Merge the files with llama-gguf-split --merge.")
     embedding = gguf.tensors.get("token_embd.weight")
@@ -77,11 +79,11 @@ def hf_config(gguf: GgufFile) -> dict[str, object]:
     heads = scope.integer("attention.head_count")
     hidden = scope.integer("embedding_length")
     head_dim = scope.integer("attention.key_length", scope.integer("rope.dimension_count", hidden // heads or None))
-    if scope.integer("rope.dimension_count", head_dim) != head_dim:
-        raise SetupError(
-            f"{gguf.path}: rope.dimension_count {scope.integer('rope.dimension_count')} is not supported; supported: "
-            f"the head dimension, {head_dim}."
-        )
+    for name in ("rope.dimension_count", "attention.value_length"):
+        if scope.integer(name, head_dim) != head_dim:
+            raise SetupError(
+                f"{gguf.path}: {name} {scope.integer(name)} is not supported; supported: that of heads, {head_dim}."
+            )
     config: dict[str, object] = {
         "architectures": [_HF_CLASSES[model_type]],
         "model_type": model_type,
@@ -139,11 +141,10 @@ def _scope(gguf: GgufFile) -> Fields:
     if architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise SetupError(f"{gguf.path}: architecture {architecture!r} is not supported; supported: {supported}.")
-    prefix = f"{architecture}."
-    names = [name for name in gguf.metadata.names() if name.startswith(prefix)]
-    if any("expert_count" in name for name in names):
+    fields = below(gguf.metadata, f"{architecture}.")
+    if any("expert_count" in name and fields.raw(name) != 0 for name in fields.names()):
         raise SetupError(f"{gguf.path}: mixture-of-experts models are not supported; supported: dense models.")
-    return Fields({name.removeprefix(prefix): gguf.metadata.raw(name) for name in names}, architecture)
+    return Fields({name: fields.raw(name) for name in fields.names()}, architecture)
 
 
 def _shortest(value: float) -> float:

@@ -15,6 +15,7 @@ from pdserve.base.errors import SetupError
 from pdserve.model.config import ModelConfig
 from pdserve.model.fetch.gguf_config import SourceTensor, hf_config, source_tensors
 from pdserve.model.fetch.gguf_file import GgufFile
+from pdserve.model.fetch.gguf_keys import sampling_defaults
 from pdserve.model.fetch.gguf_tokenizer import build_tokenizer, special_token
 from pdserve.model.fetch.progress import ProgressCallback
 from pdserve.model.tensors import check_tensors
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 #: Part of the names of cached directories. Increase it when their content changes, so that older ones are not used.
-CONVERTER_VERSION = 2
+CONVERTER_VERSION = 3
 
 
 def convert_gguf(path: Path, out_dir: Path, progress: ProgressCallback) -> None:
@@ -56,9 +57,10 @@ def _write_tokenizer(gguf: GgufFile, out_dir: Path) -> None:
     settings = {key: value for key, value in settings.items() if value is not None}
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     _write_json(out_dir / "tokenizer_config.json", settings)
-    # Chat models may end a turn with another token than the end-of-text token.
-    ends = [*metadata.token_ids("tokenizer.ggml.eos_token_id"), *metadata.token_ids("tokenizer.ggml.eot_token_id")]
-    _write_json(out_dir / "generation_config.json", {"eos_token_id": list(dict.fromkeys(ends))})
+    # Chat models may end a turn, or a message with calls, with another token than the end-of-text token.
+    ends = [token for kind in ("eos", "eot", "eom") for token in metadata.token_ids(f"tokenizer.ggml.{kind}_token_id")]
+    generation = {"eos_token_id": list(dict.fromkeys(ends)), **sampling_defaults(metadata)}
+    _write_json(out_dir / "generation_config.json", generation)
     template = metadata.text("tokenizer.chat_template", "")
     if template:
         (out_dir / "chat_template.jinja").write_text(template, encoding="utf-8")

@@ -28,6 +28,8 @@ class KvRequest:
     max_model_len: int | None = None
     #: Tokens of the longest sequence that the model supports.
     model_limit: int
+    #: Those that it gets without a setting; None: as many.
+    model_default: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,7 @@ def kv_budget(layout: KvLayout, request: KvRequest, *, size: int) -> KvBudget:
             f"--max-model-len {requested} needs a KV cache of {show_bytes(needed)}, but this one has "
             f"{show_bytes(size)}, which holds {capacity} tokens. Raise --kv-cache-memory or lower --max-model-len."
         )
-    wanted = requested or limit
+    wanted = requested or request.model_default or limit
     if capacity < wanted:
         log.warning("max_model_len_lowered", wanted=wanted, capacity=capacity, kv_cache_bytes=size)
     return KvBudget(num_blocks=num_blocks, max_model_len=min(wanted, capacity))

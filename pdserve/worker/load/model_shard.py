@@ -81,7 +81,8 @@ class LoadPlan:
         return KvRequest(
             memory_bytes=self.config.kv_cache_memory,
             max_model_len=self.config.max_model_len,
-            model_limit=self.model.max_position_embeddings,
+            model_limit=self.model.max_context,
+            model_default=self.model.default_context,
         )
 
     def layout(self, max_model_len: int | None) -> KvLayout:
@@ -198,7 +199,7 @@ def _load_on_gpu(plan: LoadPlan, group_bytes: int) -> tuple[Decoder, KvBudget]:
     weights = load_weights(
         config.model_dir, model, dtype=config.dtype, device=str(plan.device), rank=ranks.rank, size=ranks.size
     )
-    longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
+    longest = min(config.max_model_len or model.default_context, model.max_context)
     decoder = make_decoder(model, weights, max_model_len=longest, kernels=options, ranks=ranks)
     budget = plan_device_kv(
         plan.rank_layout(longest),

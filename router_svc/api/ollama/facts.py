@@ -70,7 +70,7 @@ class ModelFacts:
             f"{family}.attention.key_length": config.head_dim,
             f"{family}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
             f"{family}.block_count": config.num_layers,
-            f"{family}.context_length": config.max_position_embeddings,
+            f"{family}.context_length": config.max_context,
             f"{family}.embedding_length": config.hidden_size,
             f"{family}.feed_forward_length": config.intermediate_size,
             f"{family}.rope.freq_base": config.rope.theta,

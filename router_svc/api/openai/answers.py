@@ -241,7 +241,7 @@ class Model(TypedDict):
     root: str
     parent: None
     max_model_len: int
-    default_sampling_params: dict[str, float | int]
+    default_sampling_params: dict[str, float | int | list[str]]
 
 
 class ModelList(TypedDict):

@@ -113,7 +113,7 @@ class ModelApi:
     async def _detokenize(self, request: web.Request) -> web.Response:
         body = await read_body(request, DetokenizeBody, self._intake)
         chosen = self._models.chosen(body.model, client_of(request))
-        limit = max(chosen.model.max_position_embeddings, chosen.max_model_len())
+        limit = max(chosen.model.max_context, chosen.max_model_len())
         if len(body.tokens) > limit:
             raise TooLarge(
                 f"`tokens` has {len(body.tokens)} token ids, but the context holds {limit}. Send it in parts.",

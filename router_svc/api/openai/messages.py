@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 from typing_extensions import TypedDict
 
-from pdserve.model.chat_template import SPECIAL_TOKENS
+from pdserve.model.tokenizer_settings import SPECIAL_TOKENS
 from router_svc.api.body import MAX_NAME_CHARACTERS, StrictModel
 from router_svc.api.body_schema import Schema, given_unless, with_conditions, with_harmless
 from router_svc.api.fields import MESSAGE_UNSUPPORTED, without_neutral
@@ -63,18 +63,16 @@ class MessageText(TypedDict):
     text: str
 
 
-def _flat_content(value: object) -> object:
-    """Content given as text parts, as one string. Raises an error for other kinds of content."""
-    if not isinstance(value, list):
-        return value
-    texts = []
-    for element in value:
+def _only_texts(value: object) -> object:
+    """The content. Raises an error for what is no text, and has no texts as parts."""
+    if value is not None and not isinstance(value, (str, list)):
+        raise PydanticCustomError("content_type", "must be a valid string, or a list of text parts")
+    for element in value if isinstance(value, list) else ():
         kind = element.get("type") if isinstance(element, dict) else None
         text = element.get("text") if isinstance(element, dict) else None
         if kind != "text" or not isinstance(text, str) or len(element) > 2:
             raise PydanticCustomError("content_part", "may only have parts of the form {'type': 'text', 'text': ...}")
-        texts.append(text)
-    return "\n".join(texts)
+    return value
 
 
 def _template_kwarg_name(name: str) -> str:
@@ -101,9 +99,7 @@ class ChatMessage(StrictModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        str | None, BeforeValidator(_flat_content, json_schema_input_type=str | list[MessageText] | None)
-    ] = None
+    content: Annotated[str | list[MessageText] | None, BeforeValidator(_only_texts)] = None
     name: Annotated[str, MaxLen(MAX_NAME_CHARACTERS)] | None = None
     tool_call_id: Annotated[str, MaxLen(MAX_NAME_CHARACTERS)] | None = None
     tool_calls: Annotated[list[ToolCall], MaxLen(MAX_CALLS)] | None = None

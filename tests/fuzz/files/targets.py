@@ -20,7 +20,7 @@ from pdserve.model.fetch.gguf_convert import convert_gguf
 from pdserve.model.fetch.progress import silent
 from pdserve.model.loader import load_weights
 from pdserve.model.rope import make_cos_sin
-from router_svc.api.served_model import SamplingDefaults
+from router_svc.api.sampling_defaults import SamplingDefaults
 from tests.fuzz.files.mutations import damaged_bytes, damaged_json
 from tests.unit.model.fetch.gguf_files import write_model
 from tests.unit.model.tiny import LLAMA, random_tensors, save_model

@@ -41,6 +41,32 @@ def test_text_content_is_joined_by_newlines() -> None:
     assert render("{{ messages[0].content }}", [{"role": "user", "content": content}]) == "one\ntwo"
 
 
+#: Templates as vision models have them, which go through the parts of every message, and one that takes both forms.
+GOES_THROUGH = (
+    "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }};{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+FIRST_OF_CONTENT = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'][0]['text'] }};{% endfor %}"
+BOTH = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }};"
+    "{% else %}{% for p in m.content %}{{ p.text }};{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "of_several"),
+    [(GOES_THROUGH, "one;two;"), (FIRST_OF_CONTENT, "one;"), (BOTH, "one\ntwo;")],
+    ids=["parts", "first", "both"],
+)
+def test_each_form_of_content_reaches_a_template_that_goes_through_either(source: str, of_several: str) -> None:
+    """Without the right form, such a template prints nothing of a text, and fails or prints a list of the other."""
+    assert render(source) == "[user]Hello;"
+    several = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    calls: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": []}
+    messages: list[dict[str, object]] = [{"role": "user", "content": several}, calls]
+    assert render(source, messages) == f"[user]{of_several}[assistant];"
+
+
 @pytest.mark.parametrize("item", [{"type": "image_url", "image_url": "x"}, {"type": "text"}, "text", 3])
 def test_other_content_is_refused_with_the_index_of_its_message(item: object) -> None:
     messages: list[dict[str, object]] = [*HELLO, {"role": "user", "content": [item]}]

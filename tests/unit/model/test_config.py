@@ -114,6 +114,26 @@ def test_windows_follow_the_rules_of_each_model_type(
     assert ModelConfig.from_hf(config).layer_windows == windows
 
 
+@pytest.mark.parametrize(
+    ("scaling", "longest", "default"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256, 256),
+        ({"type": "yarn", "factor": 1.5, "original_max_position_embeddings": 128}, 192, 192),
+        ({"type": "yarn", "factor": 4.0}, 512, 512),
+        ({"type": "linear", "factor": 2.0}, 256, 128),
+        ({"type": "dynamic", "factor": 2.0}, 256, 128),
+        (LONGROPE, 128, 128),
+        ({"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 128, 128),
+    ],
+)
+def test_the_context_is_as_long_as_its_scaling_has_made_it(
+    scaling: dict[str, object], longest: int, default: int
+) -> None:
+    """Qwen's instructions for long contexts only add the scaling: `max_position_embeddings` keeps the length before."""
+    config = ModelConfig.from_hf(LLAMA | {"max_position_embeddings": 128, "rope_scaling": scaling})
+    assert (config.max_context, config.default_context) == (longest, default)
+
+
 def test_qwen2_has_biases_without_a_flag() -> None:
     config = ModelConfig.from_hf(QWEN)
     assert (config.qkv_bias, config.output_bias) == (True, False)

@@ -52,8 +52,12 @@ def write_model(
     tensors: dict[str, Tensor],
     extra: dict[str, str | float | int] | None = None,
     rope_factors: list[float] | None = None,
+    others: dict[str, str | float | int] | None = None,
 ) -> None:
-    """Writes a complete file, with a byte-level vocabulary of `config.vocab_size` tokens."""
+    """Writes a complete file, with a byte-level vocabulary of `config.vocab_size` tokens.
+
+    `extra` are keys below the architecture's name, `others` all others.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -64,9 +68,10 @@ def write_model(
     writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope.theta)
-    for key, value in (extra or {}).items():
+    named = {f"{architecture}.{key}": value for key, value in (extra or {}).items()}
+    for key, value in (named | (others or {})).items():
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
-        add(f"{architecture}.{key}", value)
+        add(key, value)
     write_vocabulary(writer, config.vocab_size)
     if rope_factors:
         writer.add_tensor("rope_freqs.weight", np.array(rope_factors, np.float32))

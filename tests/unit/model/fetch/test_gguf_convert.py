@@ -16,6 +16,7 @@ from pdserve.model.fetch.gguf_convert import convert_gguf
 from pdserve.model.fetch.progress import silent
 from pdserve.model.loader import load_decoder
 from pdserve.model.tokenizer_file import read_tokenizer
+from router_svc.api.sampling_defaults import SamplingDefaults
 from tests.golden.paged import generate_greedily
 from tests.unit.model.fetch.gguf_files import write_model
 from tests.unit.model.tiny import LLAMA, random_tensors
@@ -95,6 +96,9 @@ def test_rope_scaling_is_converted(tmp_path: Path) -> None:
         ("gemma", {}, "architecture 'gemma' is not supported; supported: llama, qwen2, qwen3"),
         ("llama", {"expert_count": 8}, "mixture-of-experts models are not supported"),
         ("llama", {"rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
+        ("llama", {"attention.value_length": 4}, "attention.value_length 4 is not supported; supported: .* 8"),
+        ("llama", {"attention.sliding_window": 64}, "attention.sliding_window is not supported .supported: 0"),
+        ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
         ("llama", {"rope.dimension_count": 4}, "rope.dimension_count 4 is not supported; supported: .* 8"),
     ],
 )
@@ -105,6 +109,22 @@ def test_an_unsupported_feature_is_named(
     write_model(tmp_path / "model.gguf", architecture, config, random_tensors(config), extra)
     with pytest.raises(SetupError, match=message):
         converted(tmp_path)
+
+
+def test_the_sampling_and_every_end_that_a_file_names_are_those_of_the_model(tmp_path: Path) -> None:
+    config = ModelConfig.from_hf(LLAMA)
+    keys: dict[str, str | float | int] = {
+        "general.sampling.temp": 0.5,
+        "general.sampling.top_k": 20,
+        "general.sampling.penalty_repeat": 1.25,
+        "tokenizer.ggml.eot_token_id": 3,
+        "tokenizer.ggml.eom_token_id": 4,
+    }
+    write_model(tmp_path / "model.gguf", "llama", config, random_tensors(config), others=keys)
+    out = converted(tmp_path)
+    defaults = SamplingDefaults.from_dir(out)
+    assert (defaults.temperature, defaults.top_k, defaults.repetition_penalty) == (0.5, 20, 1.25)
+    assert ModelConfig.from_dir(out).eos_token_ids == (0, 3, 4)
 
 
 def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:

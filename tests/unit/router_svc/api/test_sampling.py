@@ -16,7 +16,8 @@ from router_svc.api.generations import COMPLETIONS, GenerationFactory
 from router_svc.api.ids import Ids
 from router_svc.api.parse import validate
 from router_svc.api.sampling import MAX_LOGPROB_ENTRIES, MAX_PROMPT_LOGPROB_ENTRIES, EndpointFields
-from router_svc.api.served_model import SamplingDefaults, ServedModel
+from router_svc.api.sampling_defaults import SamplingDefaults
+from router_svc.api.served_model import ServedModel
 
 
 @pytest.fixture(scope="module")

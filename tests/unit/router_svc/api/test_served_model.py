@@ -62,7 +62,7 @@ async def test_the_event_loop_runs_while_a_long_text_is_tokenized(model: ServedM
     # It runs only if the text is tokenized in a thread, and if that releases the interpreter's lock.
     text = "The quick brown fox jumps over the lazy dog; 오늘 날씨. " * 20_000
     watched = WatchedTokenizer(model.tokenizer, asyncio.get_running_loop())
-    roomy = replace(model, tokenizer=cast(Tokenizer, watched), max_position_embeddings=10**6)
+    roomy = replace(model, tokenizer=cast(Tokenizer, watched), max_context=10**6)
     [token_ids] = await roomy.encode([text], add_special_tokens=False)
     assert len(token_ids) > 100_000
     assert watched.loop_has_run
@@ -74,7 +74,7 @@ async def test_a_text_of_short_tokens_is_refused_after_a_piece_of_it_is_tokenize
     `encode_batch_fast` is no guard: with `encode_batch`, long texts take a third more time and as much memory.
     """
     # By its bytes it could fit: the longest token has 162 bytes. Each of its tokens has two.
-    text = " a" * (40 * model.max_position_embeddings)
+    text = " a" * (40 * model.max_context)
     counting = CountingTokenizer(model.tokenizer)
     with pytest.raises(RequestError, match=r"at least \d+ tokens, but the context holds 8192"):
         await replace(model, tokenizer=cast(Tokenizer, counting)).encode([text], add_special_tokens=False)
@@ -104,7 +104,7 @@ async def test_what_a_template_prints_of_its_variables_is_tokenized_in_a_thread(
     template = ChatTemplate("{% for message in messages %}{{ mood * 100 }}{% endfor %}", {})
     # So little is tokenized before a busy machine has run the loop.
     watched = WatchedTokenizer(model.tokenizer, asyncio.get_running_loop(), grace_s=5.0)
-    roomy = replace(model, template=template, tokenizer=cast(Tokenizer, watched), max_position_embeddings=10**6)
+    roomy = replace(model, template=template, tokenizer=cast(Tokenizer, watched), max_context=10**6)
     await roomy.encode_chat(
         [{"role": "user", "content": ""}],
         add_generation_prompt=True,
@@ -133,7 +133,7 @@ async def test_long_variables_are_rendered_in_a_thread(model: ServedModel) -> No
 
 
 def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it(model: ServedModel) -> None:
-    limit = model.tokenizer.max_token_bytes * model.max_position_embeddings
+    limit = model.tokenizer.max_token_bytes * model.max_context
     with pytest.raises(RequestError, match="at least 8192 tokens, but the context holds 8192"):
         model.require_plausible("x" * limit, param="prompt")
     model.require_plausible(" international" * 8000, param="prompt")
