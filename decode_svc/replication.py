@@ -161,6 +161,7 @@ class Replication:
                 return
             except Exception as error:  # noqa: BLE001 - copies are worth no worker
                 log.error("replication_failed", exc=error)
+                await asyncio.sleep(_AGAIN_S)  # What is wrong would be there in a quarter of a second again.
 
     async def _round(self) -> None:
         running = await self._worker.run(self._replicas.running)

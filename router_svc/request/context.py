@@ -120,13 +120,13 @@ class RequestContext:
         return worker.sampling_version >= sampling.version and (worker.reads_grammars or not sampling.follows_text)
 
     @property
-    def max_tokens(self) -> int:
+    def max_len(self) -> int:
         """Tokens of one choice at its end, with the prompt."""
         return len(self.generation.prompt) + self.generation.sampling.max_tokens
 
     def fits_on(self, worker: WorkerRecord) -> bool:
         """Whether the worker holds all that the request may need of it. A shorter one would cut the answer off."""
-        needed = self.max_tokens if worker.tier == "decode" else len(self.generation.prompt) + 1
+        needed = self.max_len if worker.tier == "decode" else len(self.generation.prompt) + 1
         return worker.max_model_len >= needed
 
     def _able(self, workers: Sequence[WorkerRecord]) -> list[WorkerRecord]:

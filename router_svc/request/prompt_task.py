@@ -80,5 +80,5 @@ class PromptTask:
             quarantine=quarantine,
             log=self._log,
         )
-        context.fills_context = context.max_tokens >= cluster.max_model_len(0)
+        context.fills_context = context.max_len >= cluster.max_model_len(0)
         await Saga(context).run()

@@ -34,7 +34,7 @@ class RunLog:
         if log is not None:
             header_id = log.resumable.shape.header_id
             log.on_taken = lambda: stream.abort(
-                StaleError(f"The stream {header_id} has ended here because its client has resumed it elsewhere.")
+                StaleError(f"The stream {header_id} has ended here because its client has resumed it.")
             )
         self._prompt_logs = [] if log is None else [PromptLog(log, index) for index in range(len(journals))]
 

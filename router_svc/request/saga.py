@@ -217,7 +217,7 @@ class Saga:
         if ready and not any(map(self._context.fits_on, ready)):
             longest = max(worker.max_model_len for worker in ready)
             return NoWorkers(
-                f"The request may take {self._context.max_tokens} tokens with its prompt, and the decode workers that "
+                f"The request may take {self._context.max_len} tokens with its prompt, and the decode workers that "
                 f"are ready hold {longest} at most. Retry later, or lower max_tokens."
             )
         if isinstance(refusal, (TransferError, StaleError)) and not ready:

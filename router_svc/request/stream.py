@@ -78,7 +78,7 @@ class DeltaStream:
         self._num_pushed = self._num_written = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
-        #: Who waits until so many pushes are written, in order.
+        #: The numbers of pushes that have to be written first, and who waits for them, in order.
         self._marks: deque[tuple[int, asyncio.Future[None]]] = deque()
         #: Set when there is something to write, or nothing any more.
         self._has_news = asyncio.Event()

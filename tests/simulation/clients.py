@@ -41,7 +41,7 @@ class Behaviour:
     breaks_after: int = 0
     #: Deadline that the request has.
     timeout_s: float | None = None
-    #: Reads nothing for so long at first and after some deltas, and has room for so many items then.
+    #: Reads nothing for so long at first and after some deltas, and has room for this number of items then.
     pauses_s: float = 0.0
     window: int = 48
 
