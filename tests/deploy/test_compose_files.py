@@ -112,6 +112,16 @@ def test_models_are_written_by_their_service_alone(services: dict[str, Any]) -> 
         assert "models:/models:ro" in services[name]["volumes"]
 
 
+def test_compiled_kernels_are_loaded_from_a_volume_that_allows_it(services: dict[str, Any]) -> None:
+    """Docker mounts every tmpfs noexec, and a library cannot be loaded from there."""
+    cache = Path(environment()["TRITON_CACHE_DIR"])
+    for name in WORKERS:
+        temporary = [Path(mount.partition(":")[0]) for mount in services[name]["tmpfs"]]
+        volumes = dict(mount.split(":")[:2] for mount in services[name]["volumes"])
+        assert not any(cache.is_relative_to(path) for path in temporary), name
+        assert cache.is_relative_to(volumes["cache"]), name
+
+
 def test_secrets_are_written_by_their_service_alone(services: dict[str, Any]) -> None:
     readers = sorted(set(READERS.values()))
     assert services["secrets"]["volumes"] == [f"secrets-{reader}:/secrets/{reader}" for reader in readers]

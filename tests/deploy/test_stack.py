@@ -233,6 +233,24 @@ def test_workers_have_no_rights(stack: Stack) -> None:
         assert re.search(r"^NoNewPrivs:\t1$", status, re.MULTILINE)
 
 
+LOAD_LIBRARY = """
+import ctypes, os, pathlib, shutil
+import kernels.cpu.native as native
+
+directory = pathlib.Path.home() / "library"
+directory.mkdir()
+ctypes.CDLL(shutil.copy(native.load().__file__, directory))
+shutil.rmtree(directory)
+print("loaded")
+"""
+
+
+def test_a_worker_loads_a_library_from_its_cache(stack: Stack) -> None:
+    """Fails on a tmpfs: Triton compiles into this directory, and loads from there."""
+    for tier in ("prefill", "decode"):
+        assert stack.execute(tier, "python", "-P", "-c", LOAD_LIBRARY).strip() == "loaded"
+
+
 def _settle(stack: Stack) -> None:
     stack.until(lambda: stack.view().router.running == 0, "no request runs")
 
