@@ -185,11 +185,12 @@ def test_the_router_finds_the_store_of_responses_and_no_other_service_has_its_vo
     assert services["state"]["image"] == services["redis"]["image"]
 
 
-def test_the_grace_period_covers_drain_and_close_and_the_routers_the_workers(services: dict[str, Any]) -> None:
+def test_the_grace_period_covers_drain_and_close_and_the_routers_the_workers(
+    services: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     grace = {name: seconds(services[name]["stop_grace_period"]) for name in ("router", *WORKERS)}
     for name in grace:
-        [drain] = [float(flag.partition("=")[2]) for flag in services[name]["command"] if "--drain-timeout-s" in flag]
-        assert grace[name] >= drain + CLOSE_S
+        assert grace[name] >= _settings(services[name], monkeypatch).drain_timeout_s + CLOSE_S
     assert grace["router"] >= max(grace[name] for name in WORKERS)
 
 
@@ -204,6 +205,12 @@ def test_every_worker_sees_all_gpus() -> None:
     assert services["pause"]["shm_size"] == "8gb"
 
 
+def test_the_kv_cache_has_what_is_left_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stack, memory in (((BASE,), 1 << 30), ((BASE, GPU), None)):
+        services = load(*stack)["services"]
+        assert [_settings(services[name], monkeypatch).kv_cache_memory for name in WORKERS] == [memory, memory]
+
+
 def test_images_of_others_are_pinned_and_can_be_replaced() -> None:
     for name in FILES:
         text = (COMPOSE / name).read_text(encoding="utf-8")
@@ -215,13 +222,12 @@ def test_images_of_others_are_pinned_and_can_be_replaced() -> None:
 
 def _settings(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     configs = {"prefill_svc": PrefillConfig, "decode_svc": DecodeConfig}
-    command = [str(word) for word in service["command"]]
-    name = "router_svc" if command[0].startswith("-") else command.pop(0)
+    name, *flags = service.get("command", ["router_svc"])
     monkeypatch.setattr("pdserve.base.addresses.own_address", lambda: "172.18.0.5")
     for key, value in {**environment(), **(service.get("environment") or {})}.items():
         if key.startswith("PDSERVE_"):
             monkeypatch.setenv(key, str(value))
-    return load_settings(configs.get(name, RouterConfig), name, command)  # type: ignore[type-var]
+    return load_settings(configs.get(name, RouterConfig), name, flags)  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("stack", [(BASE,), (BASE, GPU)], ids="+".join)
