@@ -190,5 +190,5 @@ def pdserve_images(base: str, build: str) -> dict[str, str]:
     }
     compose = [*compose_command(), "-f", str(ROOT / "compose/compose.yaml")]
     override = ROOT / "tests/deploy/data/host-network.yaml"
-    run(*compose, "-f", override, "build", "router", "prefill", environment={**builder(), **variables})
+    run(*compose, "-f", override, "build", "secrets", "model", environment={**builder(), **variables})
     return variables

@@ -85,6 +85,19 @@ def test_workers_share_pid_and_ipc_namespace_of_a_service_that_does_nothing_else
     assert "pid" not in pause
 
 
+def test_one_service_builds_an_image_and_the_others_wait_for_it(services: dict[str, Any]) -> None:
+    """Compose builds in parallel, and two builds that export one tag fail with "already exists" on Engine 29.
+
+    docker-compose 1.29 goes through the services by their dependencies, and would try to pull what is not built yet.
+    """
+    builders = {service["image"]: name for name, service in services.items() if "build" in service}
+    assert [name for name, service in services.items() if "build" in service] == list(builders.values())
+    for name, service in services.items():
+        builder = builders.get(service["image"], name)
+        assert builder == name or builder in service["depends_on"], name
+        assert service["image"] in builders or not service["image"].startswith("pdserve:"), name
+
+
 def test_nothing_waits_for_a_service_that_loads_a_model(services: dict[str, Any]) -> None:
     for name in ("router", *WORKERS):
         needed = services[name]["depends_on"]

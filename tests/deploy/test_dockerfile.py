@@ -86,7 +86,7 @@ def test_what_an_unknown_user_has_no_home_for_is_writable_for_group_0() -> None:
 
 def test_compose_builds_on_the_same_base_image() -> None:
     services = load(BASE)["services"]
-    for name, target in {"router": "router", "pause": "router", "prefill": "cpu", "decode": "cpu"}.items():
+    for name, target in {"secrets": "router", "model": "cpu"}.items():
         build = services[name]["build"]
         assert build["target"] == target
         assert build["args"]["BASE_IMAGE"] == arguments()["BASE_IMAGE"]
