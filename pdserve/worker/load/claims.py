@@ -6,14 +6,17 @@ coordinates them. It holds the lease file `cores`, and a file `gpu-{uuid}` for e
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from pdserve.base.errors import SetupError
+from pdserve.base import notify
+from pdserve.base.admin import Health
+from pdserve.base.errors import CapacityError, SetupError
 from pdserve.base.logs import get_logger
 from pdserve.base.machine import available_cores
 from pdserve.worker.config import WorkerConfig
@@ -24,12 +27,40 @@ from pdserve.worker.load.gpu_claims import GpuClaims
 
 log = get_logger(__name__)
 
+#: A GPU that another worker gives back is taken within this time.
+_CLAIM_INTERVAL_S = 1.0
+
+
+async def claim_when_free(
+    config: WorkerConfig, stack: AsyncExitStack, stop: asyncio.Event, health: Health
+) -> WorkerConfig | None:
+    """`claiming`, entered on `stack` as soon as a GPU is free; None if `stop` is set before.
+
+    A worker without a GPU waits, since one that ended would be started again and again. Raises `SetupError`.
+    """
+    loading = health.not_ready
+    while not stop.is_set():
+        try:
+            claimed = stack.enter_context(claiming(config))
+        except CapacityError as error:
+            if health.not_ready == loading:
+                log.error("no_gpu_free", reason=error)
+                notify.status("waiting for a free GPU")
+            health.not_ready = "waiting for a free GPU"
+        else:
+            health.not_ready = loading
+            notify.status("loading the model")
+            return claimed
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _CLAIM_INTERVAL_S)
+    return None
+
 
 @contextmanager
 def claiming(config: WorkerConfig) -> Iterator[WorkerConfig]:
     """The settings with the cores, or the GPUs, that this worker now holds, until the block or the process ends.
 
-    Unchanged without --claim-dir. Raises `SetupError`.
+    Unchanged without --claim-dir. Raises `SetupError`, and `CapacityError` while other workers hold the GPUs.
     """
     if config.claim_dir is None:
         yield config
@@ -85,10 +116,11 @@ def _claim_gpus(config: WorkerConfig, directory: Path, stack: ExitStack) -> Work
         return config
     own = stack.enter_context(GpuClaims(directory)).take(wanted, size)
     if own is None:
-        raise SetupError(
+        raise CapacityError(
             f"--device {config.device} needs {size} free GPU{'s, side by side' if size > 1 else ''}, but other workers "
-            f"have claimed too many of {count}. Scale a tier down, or share a GPU: name it (--device cuda:0) without "
-            "--claim-dir, with a lower --gpu-memory-utilization on each of its workers."
+            f"have claimed too many of {count}. This worker waits for them. On a machine with a single GPU start a "
+            "decode worker alone, which also prefills. Otherwise scale a tier down, or share a GPU: name it (--device "
+            "cuda:0) without --claim-dir, with a lower --gpu-memory-utilization on each of its workers."
         )
     log.info("gpus_claimed", devices=",".join(f"cuda:{gpu}" for gpu in own))
     return replace(config, device=f"cuda:{own.start}")

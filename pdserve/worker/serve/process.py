@@ -30,7 +30,7 @@ from pdserve.base.tcp_filter import filter_refusal
 from pdserve.base.tracing.setup import span_counters, tracing
 from pdserve.v1 import diagnostics_pb2_grpc
 from pdserve.worker.config import WorkerConfig
-from pdserve.worker.load.claims import claiming
+from pdserve.worker.load.claims import claim_when_free
 from pdserve.worker.load.device import bind_thread
 from pdserve.worker.load.populate import populating
 from pdserve.worker.serve.announce import WorkerAddresses, announce, describe
@@ -54,17 +54,17 @@ _LAST_WORDS_S = 1.0
 async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker], TierService]) -> None:
     """Serves until SIGTERM or SIGINT, then drains. Raises what ended the step loop: the process must end with it."""
     stop = stop_event_on_signals(audit.stop_requested)
-    health = Health()
-    metrics = WorkerMetrics(model_name=config.model_name, tier=tier)
+    health, metrics = Health(), WorkerMetrics(model_name=config.model_name, tier=tier)
     metrics.watch(health)
     seals = Seals(read_secret(config.cluster_secret_file), on_refused=metrics.peer_refused)
     tls = peer_tls(config)
     admin = bound_socket(config.host, config.http_port, flag="--http-port")
     async with serve_admin(health, metrics.registry, admin) as http_address, AsyncExitStack() as stack:
-        config = stack.enter_context(claiming(config))
+        if (claimed := await claim_when_free(config, stack, stop, health)) is None:
+            return
+        config = claimed
         tracer = await stack.enter_async_context(tracing(config, f"pdserve-{tier}", config.worker_id))
         metrics.read(*span_counters(tracer))
-        notify.status("loading the model")
         store = await stack.enter_async_context(
             Store(config.redis_url, prefix=config.redis_prefix, on_change=health.watch("redis"))
         )

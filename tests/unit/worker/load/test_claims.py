@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.base.errors import SetupError
+from pdserve.base.admin import Health
+from pdserve.base.errors import CapacityError, SetupError
 from pdserve.base.machine import Cores
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.load import claims
-from pdserve.worker.load.claims import claiming
+from pdserve.worker.load.claims import claim_when_free, claiming
 
 USABLE = tuple(sorted(os.sched_getaffinity(0)))
 
@@ -86,7 +89,7 @@ def test_workers_claim_different_gpus_and_ranks_neighbours(tmp_path: Path) -> No
         with claiming(config(tmp_path, device="cuda", tensor_parallel_size=2)) as two:
             assert two.device == "cuda:1"
             with (
-                pytest.raises(SetupError, match="needs 1 free GPU, but other workers have claimed too many of 3"),
+                pytest.raises(CapacityError, match="needs 1 free GPU, but other workers have claimed too many of 3"),
                 claiming(config(tmp_path, device="cuda")),
             ):
                 pass
@@ -103,3 +106,36 @@ def test_a_gpu_that_does_not_exist_is_left_to_the_check_of_the_device(device: st
         assert claimed.device == device
     with claiming(config(tmp_path, device="cuda", tensor_parallel_size=4)) as claimed:
         assert claimed.device == "cuda"
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch, three_gpus: None) -> asyncio.Event:
+    """A machine with one GPU; set when a worker has found that it is taken."""
+    found_taken = asyncio.Event()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(claims.log, "error", lambda event, **fields: found_taken.set())
+    return found_taken
+
+
+async def test_a_worker_without_a_free_gpu_waits_for_one(tmp_path: Path, one_gpu: asyncio.Event) -> None:
+    """Fails if it ends: the engine of its container would start it again and again."""
+    health, stop = Health(), asyncio.Event()
+    async with asyncio.timeout(30), AsyncExitStack() as stack:
+        with claiming(config(tmp_path, device="cuda")):
+            later = asyncio.create_task(claim_when_free(config(tmp_path, device="cuda"), stack, stop, health))
+            await one_gpu.wait()
+            assert health.describe()["reason"] == "waiting for a free GPU"
+            assert not later.done()
+        claimed = await later
+        assert claimed is not None
+        assert (claimed.device, health.not_ready) == ("cuda:0", "loading")
+
+
+async def test_a_worker_that_waits_for_a_gpu_ends_on_request(tmp_path: Path, one_gpu: asyncio.Event) -> None:
+    stop = asyncio.Event()
+    async with asyncio.timeout(30), AsyncExitStack() as stack:
+        with claiming(config(tmp_path, device="cuda")):
+            later = asyncio.create_task(claim_when_free(config(tmp_path, device="cuda"), stack, stop, Health()))
+            await one_gpu.wait()
+            stop.set()
+            assert await later is None
