@@ -45,7 +45,7 @@ def router_spec(plan: ClusterPlan) -> ProcessSpec:
         "api-keys-file": config.api_keys_file,
         "allowed-hosts": config.allowed_hosts,
         "allowed-origins": config.allowed_origins,
-        "prefill-expected": config.prefill,
+        "prefill-expected": config.prefill_per_model,
         "trace-sample-ratio": config.trace_sample_ratio,
         "local-prefill-threshold": config.local_prefill_threshold,
         "local-prefill": config.local_prefill,

@@ -21,6 +21,7 @@ from pdserve.cli.cluster_plan import (
     ClusterPlan,
     PreparedModel,
     RunEnvironment,
+    for_one_gpu,
     make_plan,
     plan_warnings,
     require_separate_gpus,
@@ -63,10 +64,13 @@ async def run(config: UpConfig, console: UpConsole) -> None:
     """Runs a cluster from the first check to the last process's end. Raises `SetupError` when it cannot start."""
     started_at = time.monotonic()
     hardware = available_hardware()
+    given, config = config, for_one_gpu(config, hardware.num_gpus)
     require_free_ports(config)
     require_separate_gpus(config, hardware.num_gpus)
     with log_directory(config.log_dir, max_runs=config.log_max_runs) as log_dir:
         console.say(f"pdserve {__version__}   logs: {log_dir}")
+        if config is not given:
+            console.say("One GPU: no prefill worker, since sharing it would be slower. --prefill 1 starts one.")
         await _run(config, console, hardware, log_dir, started_at)
     console.say("Stopped.")
 

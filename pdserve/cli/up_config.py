@@ -57,8 +57,12 @@ class UpConfig:
     ssl_cert_reqs: int = same_option(RouterConfig, "ssl_cert_reqs")
     allowed_hosts: tuple[str, ...] = same_option(RouterConfig, "allowed_hosts")
     allowed_origins: tuple[str, ...] = same_option(RouterConfig, "allowed_origins")
-    prefill: int = option(
-        1, help="number of prefill workers per model; with 0 the decode workers also prefill", metavar="N", minimum=0
+    prefill: int | None = option(
+        None,
+        help="number of prefill workers per model; with 0 the decode workers also prefill; default: 1, and 0 where all "
+        "workers would share one GPU",
+        metavar="N",
+        minimum=0,
     )
     decode: int = option(1, help="number of decode workers per model", metavar="N", minimum=1)
     served_model_name: tuple[str, ...] = repeated_option(
@@ -202,9 +206,14 @@ class UpConfig:
     )
 
     @property
+    def prefill_per_model(self) -> int:
+        """Prefill workers of each model."""
+        return 1 if self.prefill is None else self.prefill
+
+    @property
     def num_prefill(self) -> int:
         """Prefill workers of all models."""
-        return self.prefill * len(self.model)
+        return self.prefill_per_model * len(self.model)
 
     @property
     def num_decode(self) -> int:

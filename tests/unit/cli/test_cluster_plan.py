@@ -18,6 +18,7 @@ from pdserve.cli.cluster_plan import (
     RedisPlan,
     RunEnvironment,
     can_lend,
+    for_one_gpu,
     gpu_shares,
     make_plan,
     plan_warnings,
@@ -51,6 +52,23 @@ def plan(config: UpConfig, redis: RedisPlan = EXTERNAL_REDIS) -> ClusterPlan:
 def test_workers_lend_their_cores_unless_switched_off() -> None:
     assert [share.borrow_cpus for share in plan(UpConfig()).shares] == [(2, 3), (0, 1)]
     assert [share.borrow_cpus for share in plan(UpConfig(lend_cores=False)).shares] == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_gpus", "prefill"),
+    [
+        ({"device": "cuda"}, 1, 0),
+        ({"device": "cuda:1"}, 8, 0),
+        ({"device": "cuda", "prefill": 1}, 1, 1),
+        ({"device": "cuda"}, 2, 1),
+        ({}, 1, 1),
+    ],
+)
+def test_workers_that_would_share_one_gpu_are_a_single_one(
+    settings: dict[str, Any], num_gpus: int, prefill: int
+) -> None:
+    config = for_one_gpu(UpConfig(**settings), num_gpus)
+    assert (config.prefill_per_model, config.decode) == (prefill, 1)
 
 
 def test_unpinned_workers_lend_no_cores() -> None:
@@ -197,7 +215,9 @@ def test_tiers_on_one_gpu_are_refused_before_a_model_is_fetched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(up, "require_free_ports", lambda _: None)
-    config = UpConfig(device="cuda:0", transport="nccl", handover_memory="device", log_dir=str(tmp_path / "logs"))
+    config = UpConfig(
+        device="cuda:0", prefill=1, transport="nccl", handover_memory="device", log_dir=str(tmp_path / "logs")
+    )
     with pytest.raises(SetupError, match="both tiers use cuda:0"):
         asyncio.run(up.run(config, UpConsole()))
     assert not list(tmp_path.iterdir())

@@ -247,6 +247,16 @@ def test_without_prefill_the_decode_worker_gets_all_cores(up: Callable[..., Up])
     assert f"decode-0: {len(cores)} thread{plural} on core{plural} {','.join(map(str, cores))}," in cluster.output
 
 
+def test_with_one_gpu_there_is_no_prefill_worker_and_a_line_says_so(
+    up: Callable[..., Up], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    cluster = up("--device", "cuda")
+    cluster.read_until("decode-0: starting")
+    assert "One GPU: no prefill worker" in cluster.output
+    assert "prefill-0" not in cluster.output
+
+
 def test_several_models_have_workers_each_and_are_named(up: Callable[..., Up], workdir: Path) -> None:
     shutil.copytree(workdir / "tiny", workdir / "second")
     cluster = up("--decode", "1", str(workdir / "second"), "--alias", "gpt-4o=second")
