@@ -12,6 +12,8 @@ from tests.arch.documents import ROOT
 
 COMPOSE = ROOT / "compose"
 BASE, GPU, MONITORING = "compose.yaml", "compose.gpu.yaml", "compose.monitoring.yaml"
+#: On top of `GPU`.
+ONE_GPU = "compose.one-gpu.yaml"
 _VARIABLE = re.compile(r"\$\{(?P<name>\w+):?-(?P<default>[^}]*)\}")
 
 

@@ -21,12 +21,12 @@ from pdserve.cli.secrets import SecretsConfig
 from prefill_svc.config import PrefillConfig
 from router_svc.config import RouterConfig
 from tests.arch.documents import ROOT
-from tests.deploy.compose_files import BASE, COMPOSE, GPU, MONITORING, load, seconds
+from tests.deploy.compose_files import BASE, COMPOSE, GPU, MONITORING, ONE_GPU, load, seconds
 from tests.deploy.dockerfile import environment
 from tests.support.tools import tool
 
-FILES = (BASE, GPU, MONITORING)
-STACKS = ((BASE,), (BASE, GPU), (BASE, MONITORING), (BASE, GPU, MONITORING))
+FILES = (BASE, GPU, ONE_GPU, MONITORING)
+STACKS = ((BASE,), (BASE, GPU), (BASE, GPU, ONE_GPU), (BASE, MONITORING), (BASE, GPU, MONITORING))
 WORKERS = ("prefill", "decode")
 #: What a worker needs after its drain to close its sockets.
 CLOSE_S = 20
@@ -222,6 +222,13 @@ def test_every_worker_sees_all_gpus() -> None:
         assert (devices["driver"], devices["capabilities"], devices["count"]) == ("nvidia", ["gpu"], "all")
         assert services[name]["ulimits"]["memlock"] == {"soft": -1, "hard": -1}
     assert services["pause"]["shm_size"] == "8gb"
+
+
+def test_a_single_gpu_has_one_worker_which_also_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
+    services = load(BASE, GPU, ONE_GPU)["services"]
+    on_gpus = {name: service.get("scale", 1) for name, service in services.items() if _has_gpus(service)}
+    assert on_gpus == {"prefill": 0, "decode": 1}
+    assert _settings(services["router"], monkeypatch).prefill_expected == 0
 
 
 def test_the_kv_cache_has_what_is_left_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
