@@ -77,7 +77,7 @@ check: install ## The tests that your change can affect, in under a minute; ARGS
 	@$(BIN)/python -m tests.check $(ARGS)
 
 .PHONY: audit
-audit: install ## Known vulnerabilities of the pinned packages; needs an advisory service
+audit: install ## Known vulnerabilities of the pinned packages, which needs an advisory service, and of images
 	@$(BIN)/python -m tests.dependencies.audit $(ARGS)
 
 .PHONY: fuzz

@@ -39,7 +39,7 @@ UNIMPORTED: Mapping[str, tuple[str, ...]] = {
     ".js": ("tests/unit/router_svc/api/console",),
     ".css": ("tests/unit/router_svc/api/console",),
     "k8s/": ("tests/deploy",),
-    "compose/": ("tests/deploy",),
+    "compose/": ("tests/deploy", "tests/dependencies"),
     ".md": ("tests/arch",),
     "pyproject.toml": ("tests/arch",),
     "constraints.txt": ("tests/arch", "tests/dependencies"),

@@ -1,4 +1,4 @@
-"""`make audit`: known vulnerabilities of the pinned packages, as an advisory service reports them.
+"""`make audit`: known vulnerabilities of the pinned packages, as an advisory service reports them, and of images.
 
 A service that cannot be reached, or knows no advisories, as mirrors of the package index do not, makes the audit
 `skipped`, never clean: the vulnerabilities of an old release that nothing here needs are asked for, too.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.dependencies.images import named_images, problems
 from tests.dependencies.pins import pinned
 
 #: A release with many published vulnerabilities. It is asked about, and never installed.
@@ -91,15 +92,23 @@ def ask(service: str, packages: Mapping[str, str], options: Sequence[str] = ()) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 if a vulnerability has a fix, else 0: also if no service answers."""
+    """Returns 1 if a vulnerability has a fix, else 0: also if no service answers for the packages."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--osv-url", help="URL of another service that speaks OSV's API")
     options = parser.parse_args(argv)
+    old_images = problems(list(named_images()))
+    for problem in old_images:
+        print(f"audit: {problem}")
+    return max(int(bool(old_images)), audit_packages(options.osv_url))
+
+
+def audit_packages(osv_url: str | None) -> int:
+    """Returns 1 if a vulnerability of a package has a fix, else 0. `osv_url`: of another service."""
     packages = {**pinned(), CANARY[0]: CANARY[1]}
     reasons = []
-    for service in ("osv",) if options.osv_url else SERVICES:
+    for service in ("osv",) if osv_url else SERVICES:
         try:
-            found = vulnerabilities(ask(service, packages, ["--osv-url", options.osv_url] if options.osv_url else ()))
+            found = vulnerabilities(ask(service, packages, ["--osv-url", osv_url] if osv_url else ()))
         except NotAudited as error:
             reasons.append(f"{service}: {error}")
             continue

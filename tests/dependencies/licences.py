@@ -60,6 +60,7 @@ directly, `constraints.txt` pins all of them, and images list what they contain 
 - `torch` for CUDA takes packages of NVIDIA under NVIDIA's own licence. Its version decides theirs, so they are not
   pinned here; nor is `triton`.
 - Images of others that the Compose files and manifests name (Redis, Prometheus, Grafana) are not part of pdserve.
+  `make audit` compares their versions with the least ones in `tests/dependencies/images.py`.
 
 ## Auditing
 
