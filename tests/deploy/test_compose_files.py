@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -16,8 +17,14 @@ from decode_svc.config import DecodeConfig
 from pdserve.base.config import load as load_settings
 from pdserve.cli.cluster_secrets.certificates import PEER_NAME
 from pdserve.cli.cluster_secrets.contents import METRICS_KEY, READERS, new_secrets
+from pdserve.cli.doctor import DoctorConfig
+from pdserve.cli.drain import DrainConfig
 from pdserve.cli.fetch import FetchConfig
+from pdserve.cli.rebalance import RebalanceConfig
+from pdserve.cli.role import RoleConfig
 from pdserve.cli.secrets import SecretsConfig
+from pdserve.cli.status import StatusConfig
+from pdserve.cli.trace import TraceConfig
 from prefill_svc.config import PrefillConfig
 from router_svc.config import RouterConfig
 from tests.arch.documents import ROOT
@@ -247,13 +254,43 @@ def test_images_of_others_are_pinned_and_can_be_replaced() -> None:
 
 
 def _settings(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    configs = {"prefill_svc": PrefillConfig, "decode_svc": DecodeConfig}
-    name, *flags = service.get("command", ["router_svc"])
+    configs = {"prefill_svc": PrefillConfig, "router_svc": RouterConfig}
+    module, *flags = service.get("command", ["router_svc"])
+    # A worker of both tiers has the settings of the tier in which it starts.
+    name = f"{module.removeprefix('worker_svc.').removesuffix('_svc')}_svc"
     monkeypatch.setattr("pdserve.base.addresses.own_address", lambda: "172.18.0.5")
+    _set_environment(service, monkeypatch)
+    return load_settings(configs.get(module, DecodeConfig), name, flags)  # type: ignore[type-var]
+
+
+def _set_environment(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in {**environment(), **(service.get("environment") or {})}.items():
         if key.startswith("PDSERVE_"):
             monkeypatch.setenv(key, str(value))
-    return load_settings(configs.get(name, RouterConfig), name, flags)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("command", [StatusConfig, TraceConfig, DoctorConfig, DrainConfig, RebalanceConfig, RoleConfig])
+def test_commands_in_the_container_of_a_router_find_the_cluster(command: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when one looks at a port without its paths, or calls workers without secret and certificates."""
+    services = load(BASE)["services"]
+    router = _settings(services["router"], monkeypatch)
+    settings = load_settings(command, command.__name__.removesuffix("Config").lower(), [])
+    assert settings.base_url == f"http://127.0.0.1:{router.admin_port}"
+    shared = {field.name for field in dataclasses.fields(command)} & {
+        *("redis_url", "cluster_secret_file", "peer_ssl_certfile", "peer_ssl_keyfile"),
+        *("peer_ssl_ca_certs", "peer_ssl_server_name"),
+    }
+    assert shared or command in (StatusConfig, TraceConfig)
+    assert {name: getattr(settings, name) for name in shared} == {name: getattr(router, name) for name in shared}
+
+
+def test_workers_on_processors_can_change_their_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those on GPUs cannot yet: a worker of both tiers refuses a GPU at its start."""
+    for stack, module in (((BASE,), "worker_svc.{}"), ((BASE, GPU), "{}_svc")):
+        services = load(*stack)["services"]
+        assert [services[tier]["command"][0] for tier in WORKERS] == [module.format(tier) for tier in WORKERS]
+    prefill, decode = (_settings(load(BASE)["services"][tier], monkeypatch) for tier in WORKERS)
+    assert prefill.stream_port == decode.stream_port == 50052
 
 
 @pytest.mark.parametrize("stack", [(BASE,), (BASE, GPU)], ids="+".join)
@@ -264,7 +301,7 @@ def test_flags_and_variables_are_settings_of_their_service(
     prefill = _settings(services["prefill"], monkeypatch)
     decode = _settings(services["decode"], monkeypatch)
     router = _settings(services["router"], monkeypatch)
-    assert isinstance(prefill, PrefillConfig)
+    assert isinstance(prefill, PrefillConfig if GPU in stack else DecodeConfig)
     assert isinstance(decode, DecodeConfig)
     assert isinstance(router, RouterConfig)
     assert router.host == "0.0.0.0"

@@ -45,6 +45,18 @@ def test_a_newcomer_gets_an_answer(stack: Stack) -> None:
     assert "prefill" in stack.execute("router", "pdserve", "status")
 
 
+def test_workers_are_drained_and_moved_from_the_container_of_the_router(stack: Stack) -> None:
+    """Fails without the secret or a certificate, and for role with workers of a single tier."""
+    [worker] = stack.workers("prefill")
+    assert "is drained" in stack.execute("router", "pdserve", "drain", worker.worker_id, "--force")
+    assert "serves again" in stack.execute("router", "pdserve", "drain", worker.worker_id, "--undo")
+    assert "takes requests of the decode tier" in stack.execute("router", "pdserve", "role", worker.worker_id, "decode")
+    stack.until(lambda: len(stack.workers("decode")) == 2, "the router has seen the new role")
+    assert "equally many" in stack.execute("router", "pdserve", "rebalance")
+    stack.execute("router", "pdserve", "role", worker.worker_id, "prefill")
+    stack.wait_tiers()
+
+
 def test_containers_are_healthy_by_their_own_check(stack: Stack) -> None:
     services = ("router", "prefill", "decode", "redis", "state")
 
@@ -147,7 +159,7 @@ def taken_by_ucx(host):
 # Without its guard, this would end workers.
 for host in ("prefill", "decode") if os.environ.get("GUARDED") else ():
     found[f"{host}: ports of UCX, bytes taken"] = taken_by_ucx(host)
-for host, ports in (("prefill", (50051,)), ("decode", (50051, 50052))):
+for host, ports in (("prefill", (50051, 50052)), ("decode", (50051, 50052))):
     for port in ports:
         found[f"{host}:{port}"] = takes_strangers(host, port)
     found[f"{host} without TLS"] = listens_without_tls(host, 50051)
@@ -168,7 +180,7 @@ def test_a_stranger_in_the_network_is_refused_everywhere(stack: Stack) -> None:
     assert found == {
         **dict.fromkeys(("/v1/models", "/metrics", "/v1/cluster", "/console/events"), 401),
         **dict.fromkeys(("redis", "state"), "-NOAUTH"),
-        **dict.fromkeys(("prefill:50051", "decode:50051", "decode:50052"), False),
+        **dict.fromkeys(("prefill:50051", "prefill:50052", "decode:50051", "decode:50052"), False),
         **dict.fromkeys(("prefill without TLS", "decode without TLS"), "UNAVAILABLE"),
         **{f"{tier}: ports of UCX, bytes taken": [1, 0] for tier in ("prefill", "decode") if is_guarded},
     }
