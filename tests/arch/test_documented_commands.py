@@ -73,6 +73,7 @@ SERVICE_CONFIGS: dict[str, type[Any]] = {
 FOREIGN_FLAGS = {
     *("--appendonly", "--cap-add", "--enable-feature", "--for", "--ipc", "--pid", "--save", "--shm-size", "--target"),
     *("--entrypoint", "--force-recreate", "--no-recreate", "--rm", "--scale", "--timeout", "--ulimit", "--volumes"),
+    "--no-build",
     *("--again", "--areas"),  # python -m tests.fuzz
     *("--list", "--ci"),  # python -m tests.check, python -m tests.deploy
     *("--requests", "--faults", "--trace", "--replay", "--mutation"),  # python -m tests.simulation

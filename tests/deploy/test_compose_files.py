@@ -92,6 +92,15 @@ def test_workers_share_pid_and_ipc_namespace_of_a_service_that_does_nothing_else
     assert "pid" not in pause
 
 
+def test_the_owner_of_the_namespaces_waits_for_nothing_when_the_engine_starts(services: dict[str, Any]) -> None:
+    """An engine that starts tries each container once, in no order: a worker that comes first stays down."""
+    pause = services["pause"]
+    assert pause["network_mode"] == "none"
+    assert "volumes" not in pause
+    for name in ("pause", *WORKERS):
+        assert services[name]["restart"] == "unless-stopped"
+
+
 def test_one_service_builds_an_image_and_the_others_wait_for_it(services: dict[str, Any]) -> None:
     """Compose builds in parallel, and two builds that export one tag fail with "already exists" on Engine 29.
 

@@ -12,6 +12,7 @@ import pytest
 from pdserve.base.api_key import bearer
 from pdserve.base.errors import PdserveError
 from pdserve.cli.router_client import get
+from tests.arch.documents import ROOT
 from tests.deploy.engine import run
 from tests.deploy.load import Answer, running, tokens_for
 from tests.deploy.notes import note
@@ -305,6 +306,23 @@ def test_after_a_killed_pause_container_the_workers_come_back_to_its_namespaces(
         return len(found) == 2 and all(worker.epoch != before[worker.worker_id] for worker in found)
 
     stack.until(are_back, "the engine has restarted the workers")
+    load = stack.load(max_tokens=4)
+    load.stream(0)
+    assert load.failures() == []
+    paths = stack.samples("prefill", "pdserve_transport_path_info")
+    assert [labels["actual"] for labels, _ in paths] == ["cma"]
+    _settle(stack)
+
+
+def test_the_unit_of_the_host_starts_what_an_engine_has_left_down(stack: Stack) -> None:
+    """As after a reboot at which workers came before the owner of their namespaces."""
+    page = (ROOT / "docs/operations/containers.md").read_text(encoding="utf-8")
+    [arguments] = re.findall(r"^ExecStart=.* -f compose/compose\.yaml (.+)$", page, re.MULTILINE)
+    router = stack.containers("router")[0]["Id"]
+    stack.compose("kill", "prefill", "decode", "pause")
+    stack.compose(*arguments.split())
+    stack.wait_tiers()
+    assert stack.containers("router")[0]["Id"] == router
     load = stack.load(max_tokens=4)
     load.stream(0)
     assert load.failures() == []
