@@ -214,9 +214,18 @@ def test_the_router_finds_the_store_of_responses_and_no_other_service_has_its_vo
         name for name, each in services.items() if any(mount == "state:/data" for mount in each.get("volumes", ()))
     }
     assert mounts == {"state"}
-    # The volume begins as this user's, whichever one the others have.
-    assert services["state"]["user"] == "999:0"
     assert services["state"]["image"] == services["redis"]["image"]
+
+
+def test_what_services_do_not_write_again_is_on_a_volume(services: dict[str, Any]) -> None:
+    """Stored responses, and the usage and budgets of keys."""
+    for name in ("redis", "state"):
+        service = services[name]
+        assert f"{name}:/data" in service["volumes"]
+        assert "/data" not in service["tmpfs"]
+        assert "--dir /data" in service["command"][2]
+        # The volume begins as this user's, whichever one the others have.
+        assert service["user"] == "999:0"
 
 
 def test_the_grace_period_covers_drain_and_close_and_the_routers_the_workers(

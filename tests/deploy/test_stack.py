@@ -230,6 +230,22 @@ def test_what_is_stored_outlives_its_process_and_an_answer_needs_no_store(stack:
     stack.until(lambda: ask("get pdstate:kept") == "1", "the volume has it for a new container, too")
 
 
+def test_usage_outlives_redis_with_its_container(stack: Stack) -> None:
+    """Fails without a volume, or without its log on it: budgets would start again."""
+    command = "REDISCLI_AUTH=$(cat /secrets/redis/redis-password) redis-cli "
+
+    def usage() -> str:
+        return stack.execute("redis", "sh", "-c", f"{command} --raw hgetall pd:usage:2026-01-01").strip()
+
+    assert stack.execute("redis", "sh", "-c", f"{command} hset pd:usage:2026-01-01 row 1").strip() == "1"
+    stack.crash("redis")
+    stack.until(lambda: usage() == "row\n1", "Redis is back with what it had")
+    stack.compose("rm", "-sf", "redis")
+    stack.compose("up", "-d", "--no-build", "--no-recreate", "redis")
+    stack.until(lambda: usage() == "row\n1", "the volume has it for a new container, too")
+    stack.wait_tiers()
+
+
 def test_workers_compute_on_cores_that_no_other_one_has(stack: Stack) -> None:
     def claimed(tier: str) -> set[str]:
         found = re.findall(r"cores_claimed.*?cpus=([\d,]+)", stack.logs(tier))

@@ -1,4 +1,7 @@
-"""The store of responses, started by the commands of the compose file and of Kubernetes: it loses and drops nothing."""
+"""The Redis servers that persist, by the commands of the compose file and of Kubernetes: they lose and drop nothing.
+
+Both keep responses in a store of their own. That of the compose file which all services share keeps usage and budgets.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,13 @@ def _compose_script(memory: str) -> str:
     return script.replace("$$", "$").replace("/secrets/state/", "/SECRETS/")
 
 
+def _compose_redis_script(memory: str) -> str:
+    script: str = load(BASE)["services"]["redis"]["command"][2]
+    changed = script.replace("--maxmemory 192mb", f"--maxmemory {memory}")
+    assert changed != script
+    return changed.replace("$$", "$").replace("/secrets/redis/redis-password", "/SECRETS/state-password")
+
+
 def _kubernetes_script(memory: str) -> str:
     script: str = container_of("base", "state")["command"][2]
     changed = script.replace("--maxmemory 512mb", f"--maxmemory {memory}")
@@ -34,7 +44,11 @@ def _kubernetes_script(memory: str) -> str:
     return changed.replace("/run/secrets/pdserve-state/", "/SECRETS/")
 
 
-SCRIPTS = [pytest.param(_compose_script, id="compose"), pytest.param(_kubernetes_script, id="kubernetes")]
+SCRIPTS = [
+    pytest.param(_compose_script, id="compose"),
+    pytest.param(_compose_redis_script, id="compose-redis"),
+    pytest.param(_kubernetes_script, id="kubernetes"),
+]
 Start = Callable[[], AbstractAsyncContextManager[Store]]
 
 
