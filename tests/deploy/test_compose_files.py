@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -249,6 +250,28 @@ def test_every_worker_sees_all_gpus() -> None:
     assert services["pause"]["shm_size"] == "8gb"
 
 
+def test_variables_reach_the_workers_of_their_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {
+        "PDSERVE_MODEL_NAME": "Qwen3-8B",
+        "PDSERVE_WORKER_ARGS": "--max-model-len 32768",
+        "PDSERVE_PREFILL_ARGS": "--max-num-batched-tokens 8192",
+        "PDSERVE_DECODE_ARGS": "--max-num-seqs=256 --kv-cache-memory 40GiB",
+        "PDSERVE_DECODE_TP": "2",
+        "PDSERVE_HANDOVER_MEMORY": "device",
+    }
+    services = load(BASE, GPU, variables=variables)["services"]
+    prefill, decode = (_settings(services[tier], monkeypatch) for tier in WORKERS)
+    assert prefill.model == decode.model == "/models/Qwen3-8B"
+    assert prefill.max_model_len == decode.max_model_len == 32768
+    assert (prefill.max_num_batched_tokens, decode.max_num_batched_tokens) == (8192, 512)
+    assert (decode.max_num_seqs, prefill.kv_cache_memory, decode.kv_cache_memory) == (256, None, 40 << 30)
+    assert (prefill.tensor_parallel_size, decode.tensor_parallel_size) == (1, 2)
+    assert prefill.handover_memory == decode.handover_memory == "device"
+    # On processors, too, and behind the flags of the file, which they replace.
+    decode = _settings(load(BASE, variables=variables)["services"]["decode"], monkeypatch)
+    assert (decode.max_model_len, decode.kv_cache_memory) == (32768, 40 << 30)
+
+
 def test_a_single_gpu_has_one_worker_which_also_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
     services = load(BASE, GPU, ONE_GPU)["services"]
     on_gpus = {name: service.get("scale", 1) for name, service in services.items() if _has_gpus(service)}
@@ -273,7 +296,7 @@ def test_images_of_others_are_pinned_and_can_be_replaced() -> None:
 
 def _settings(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     configs = {"prefill_svc": PrefillConfig, "router_svc": RouterConfig}
-    module, *flags = service.get("command", ["router_svc"])
+    module, *flags = shlex.split(service.get("command", "router_svc"))
     # A worker of both tiers has the settings of the tier in which it starts.
     name = f"{module.removeprefix('worker_svc.').removesuffix('_svc')}_svc"
     monkeypatch.setattr("pdserve.base.addresses.own_address", lambda: "172.18.0.5")
@@ -306,7 +329,8 @@ def test_workers_on_processors_can_change_their_role(monkeypatch: pytest.MonkeyP
     """Those on GPUs cannot yet: a worker of both tiers refuses a GPU at its start."""
     for stack, module in (((BASE,), "worker_svc.{}"), ((BASE, GPU), "{}_svc")):
         services = load(*stack)["services"]
-        assert [services[tier]["command"][0] for tier in WORKERS] == [module.format(tier) for tier in WORKERS]
+        started = [services[tier]["command"].split()[0] for tier in WORKERS]
+        assert started == [module.format(tier) for tier in WORKERS]
     prefill, decode = (_settings(load(BASE)["services"][tier], monkeypatch) for tier in WORKERS)
     assert prefill.stream_port == decode.stream_port == 50052
 
