@@ -229,6 +229,13 @@ def test_what_services_do_not_write_again_is_on_a_volume(services: dict[str, Any
         assert service["user"] == "999:0"
 
 
+def test_streams_can_be_resumed_until_a_lost_router_is_back(
+    services: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = _settings(services["router"], monkeypatch)
+    assert router.resume_timeout_s > router.drain_timeout_s
+
+
 def test_the_grace_period_covers_drain_and_close_and_the_routers_the_workers(
     services: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
