@@ -184,8 +184,10 @@ def test_commands_exist_and_accept_their_arguments(path: str) -> None:
                 _parse(SERVICE_CONFIGS[arguments[1]], arguments[2:])
             case "python":
                 assert (ROOT / (arguments[1].replace(".", "/") + ".py")).is_file()
+            case "docker":
+                assert all((ROOT / word).is_file() for word in arguments if word.endswith(".yaml"))
             case _:
-                assert program in ("curl", "redis-server"), program
+                assert program in ("alias", "curl", "export", "redis-server"), program
 
 
 def _parse(config: type[Any], arguments: list[str]) -> None:
@@ -198,6 +200,8 @@ def _parse(config: type[Any], arguments: list[str]) -> None:
 def test_the_curl_example_is_a_valid_request() -> None:
     [command] = [block for block in code_blocks("README.md", "sh") if block.startswith("curl")]
     words = shlex.split(command)
+    # After the start with Docker a key is needed; a router without keys ignores an empty one.
+    assert "Authorization: Bearer $PDSERVE_API_KEY" in words
     assert "http://127.0.0.1:8000/v1/chat/completions" in words
     body = parse_body(ChatBody, words[words.index("-d") + 1].encode())
     assert body.model == UpConfig().model[0]

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import re
 import time
-import urllib.request
 
 import pytest
 
-from pdserve.base.api_key import bearer
+from pdserve.base.api_key import KEY_VARIABLE
 from pdserve.base.errors import PdserveError
 from pdserve.cli.router_client import get
-from tests.arch.documents import ROOT
+from tests.arch.documents import code_blocks, read
 from tests.deploy.engine import run
 from tests.deploy.load import Answer, running, tokens_for
 from tests.deploy.notes import note
 from tests.deploy.stack import Stack
-from tests.support.cluster import MODEL
 
 pytestmark = pytest.mark.deploy
 
@@ -29,21 +27,14 @@ LONG_S, DRAIN_S = 10.0, 45.0
 
 
 def test_a_newcomer_gets_an_answer(stack: Stack) -> None:
-    body = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        "temperature": 0,
-        "max_tokens": 20,
-    }
-    request = urllib.request.Request(
-        f"{stack.base_url}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json", **bearer(stack.api_key)},
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        answer = json.load(response)
+    """By the commands of the README, after its start with Docker."""
+    [curl] = [block for block in code_blocks("README.md", "sh") if block.startswith("curl")]
+    curl = curl.replace("127.0.0.1:8000", f"127.0.0.1:{stack.port}")
+    answer = json.loads(run("sh", "-c", curl.replace("curl", "curl -sS", 1), environment={KEY_VARIABLE: stack.api_key}))
     assert "Paris" in answer["choices"][0]["message"]["content"]
     assert "prefill" in stack.execute("router", "pdserve", "status")
+    assert "TTFT" in stack.execute("router", "pdserve", "trace", answer["id"])
+    assert stack.execute("router", "pdserve", "chat", "Name three primary colors.").strip()
 
 
 def test_workers_are_drained_and_moved_from_the_container_of_the_router(stack: Stack) -> None:
@@ -332,7 +323,7 @@ def test_after_a_killed_pause_container_the_workers_come_back_to_its_namespaces(
 
 def test_the_unit_of_the_host_starts_what_an_engine_has_left_down(stack: Stack) -> None:
     """As after a reboot at which workers came before the owner of their namespaces."""
-    page = (ROOT / "docs/operations/containers.md").read_text(encoding="utf-8")
+    page = read("docs/operations/containers.md")
     [arguments] = re.findall(r"^ExecStart=.* -f compose/compose\.yaml (.+)$", page, re.MULTILINE)
     router = stack.containers("router")[0]["Id"]
     stack.compose("kill", "prefill", "decode", "pause")
