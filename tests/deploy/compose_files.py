@@ -14,6 +14,8 @@ COMPOSE = ROOT / "compose"
 BASE, GPU, MONITORING = "compose.yaml", "compose.gpu.yaml", "compose.monitoring.yaml"
 #: On top of `GPU`.
 ONE_GPU = "compose.one-gpu.yaml"
+STACKS = ((BASE,), (BASE, GPU), (BASE, GPU, ONE_GPU), (BASE, MONITORING), (BASE, GPU, MONITORING))
+WORKERS = ("prefill", "decode")
 _VARIABLE = re.compile(r"\$\{(?P<name>\w+):?-(?P<default>[^}]*)\}")
 
 
@@ -45,3 +47,8 @@ def seconds(text: str) -> float:
     """Seconds of a duration such as `75s` or `1m30s`."""
     units = {"s": 1.0, "m": 60.0, "h": 3600.0}
     return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)([smh])", text))
+
+
+def has_gpus(service: dict[str, Any]) -> bool:
+    """Whether the NVIDIA Container Toolkit prepares the container: its hook fails with a root that is read-only."""
+    return bool(service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.deploy.compose_files import BASE, COMPOSE
+from tests.deploy.compose_files import BASE, COMPOSE, STACKS, load
 from tests.deploy.engine import (
     PREFIX,
     base_image,
@@ -30,6 +31,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Shows what tests measured."""
     for line in NOTES:
         terminalreporter.write_line(f"measured: {line}")
+
+
+@pytest.fixture(params=STACKS, ids="+".join)
+def services(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The services of each stack of compose files."""
+    found: dict[str, Any] = load(*request.param)["services"]
+    return found
 
 
 @pytest.fixture(scope="session")
