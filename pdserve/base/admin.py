@@ -16,7 +16,7 @@ from prometheus_client.exposition import choose_encoder
 
 from pdserve.base.errors import Forbidden, SetupError, codes_of
 from pdserve.base.hosts import AllowedHosts
-from pdserve.base.http_limits import SERVER_LIMITS, ErrorForm, connections_of, plain_error
+from pdserve.base.http_limits import SERVER_SETTINGS, Connection, UnreadableForm, plain_error
 from pdserve.base.http_log import ServerLog
 from pdserve.base.silent_connections import FIRST_REQUEST_S, IDLE_S, SilentConnections
 
@@ -146,33 +146,26 @@ async def serve_http(
     grace_s: float = 5.0,
     tls: ssl.SSLContext | None = None,
     first_request_s: float = FIRST_REQUEST_S,
-    unreadable: ErrorForm = plain_error,
+    unreadable: UnreadableForm = plain_error,
 ) -> AsyncIterator[str]:
     """Serves `app` on `listener` until the block ends; yields `host:port`.
 
-    A connection without a request is closed after `first_request_s`. `unreadable` answers to what is no HTTP, and to
-    lines beyond the limits.
+    A connection without a request is closed after `first_request_s`. `unreadable` makes the answers to what is not
+    HTTP, and to headers beyond the limits.
     """
     silent = SilentConnections(first_request_s)
     silent.watch(app)
-    runner = web.AppRunner(
-        app,
-        access_log=None,
-        logger=ServerLog(),
-        keepalive_timeout=IDLE_S,
-        handler_cancellation=True,
-        shutdown_timeout=grace_s,
-        # It would also unpack the rest of a body that was refused: gigabytes of a megabyte.
-        auto_decompress=False,
-        **SERVER_LIMITS,
-    )
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=grace_s)
     await runner.setup()
-    server = runner.server
+    server, loop, server_log = runner.server, asyncio.get_running_loop(), ServerLog()
     assert server is not None
+
+    def connection() -> Connection:
+        settings = SERVER_SETTINGS | {"loop": loop, "logger": server_log, "keepalive_timeout": IDLE_S}
+        return Connection(server, unreadable, **settings)
+
     try:
-        accepting = await asyncio.get_running_loop().create_server(
-            connections_of(server, unreadable), sock=listener, ssl=tls, backlog=_BACKLOG
-        )
+        accepting = await loop.create_server(connection, sock=listener, ssl=tls, backlog=_BACKLOG)
         host, port = listener.getsockname()[:2]
         with closing(accepting), silent.swept(server):
             yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -11,6 +11,7 @@ from annotated_types import MaxLen, MinLen
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pdserve.base.errors import RequestError
+from pdserve.base.json_lines import on_one_line
 
 #: The endpoints whose requests a batch may have.
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -66,9 +67,9 @@ def result_line(custom_id: str, status: int, request_id: str, body: bytes) -> by
     head = {"id": RESULT_PREFIX + secrets.token_hex(12), "custom_id": custom_id}
     answer = {"status_code": status, "request_id": request_id}
     return b'%b, "response": %b, "body": %b}, "error": null}\n' % (
-        json.dumps(head, ensure_ascii=False).encode()[:-1],
+        on_one_line(json.dumps(head, ensure_ascii=False).encode())[:-1],
         json.dumps(answer).encode()[:-1],
-        body.replace(b"\n", b" ").replace(b"\r", b" ").strip(),
+        on_one_line(body).replace(b"\n", b" ").replace(b"\r", b" ").strip(),
     )
 
 

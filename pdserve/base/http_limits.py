@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
@@ -11,24 +12,27 @@ from aiohttp.typedefs import Middleware
 
 from pdserve.base.errors import HeadersTooLarge, PdserveError, RequestError, codes_of
 
-#: Bytes. Reverse proxies pass on cookies and tokens of 9 KB and more; nginx and HAProxy take 32 KiB of headers.
-MAX_LINE, MAX_FIELD, MAX_HEADERS = 16 * 1024, 32 * 1024, 64 * 1024
-MAX_FIELDS = 128
+#: Reverse proxies pass on cookies and tokens of 9 KB and more; nginx and HAProxy take 32 KiB of headers.
+MAX_LINE_BYTES, MAX_HEADER_BYTES, MAX_ALL_HEADERS_BYTES = 16 * 1024, 32 * 1024, 64 * 1024
+MAX_HEADERS = 128
 
-#: What aiohttp's server takes.
-SERVER_LIMITS: dict[str, Any] = {
-    "max_line_size": MAX_LINE,
-    "max_field_size": MAX_FIELD,
-    "max_headers": MAX_FIELDS,
+#: How aiohttp's server reads.
+SERVER_SETTINGS: dict[str, Any] = {
+    "access_log": None,
+    # It would also unpack the rest of a body that was refused: gigabytes of a megabyte.
+    "auto_decompress": False,
+    "max_line_size": MAX_LINE_BYTES,
+    "max_field_size": MAX_HEADER_BYTES,
+    "max_headers": MAX_HEADERS,
 }
 _LIMITS = (
-    f"(limits: {MAX_LINE} bytes for the request line, {MAX_FIELD} for a header, {MAX_HEADERS} for all headers, "
-    f"{MAX_FIELDS} headers). Send fewer or shorter ones; large ones are often cookies."
+    f"(limits: {MAX_LINE_BYTES} bytes for the request line, {MAX_HEADER_BYTES} for a header, {MAX_ALL_HEADERS_BYTES} "
+    f"for all headers, {MAX_HEADERS} headers). Send fewer or shorter ones; large ones are often cookies."
 )
 _TOO_MANY = "Too many headers"
 
-#: Makes the response to a request that never became one.
-ErrorForm = Callable[[PdserveError], web.Response]
+#: Makes the response to what cannot be read as a request.
+UnreadableForm = Callable[[PdserveError], web.Response]
 
 
 def plain_error(error: PdserveError) -> web.Response:
@@ -36,36 +40,48 @@ def plain_error(error: PdserveError) -> web.Response:
     return web.json_response({"error": str(error)}, status=codes_of(error).http)
 
 
-def connections_of(server: web.Server, form: ErrorForm) -> Callable[[], web.RequestHandler]:
-    """The server's factory of connections. They answer in this form to what is no HTTP, and then close."""
+class Connection(web.RequestHandler):
+    """A connection that answers to what is not HTTP in the server's form, and keeps no headers beyond the limit."""
 
-    class Connection(web.RequestHandler):
-        """A connection of this server."""
+    __slots__ = ("_form", "_unread")
 
-        __slots__ = ()
+    def __init__(self, server: web.Server, form: UnreadableForm, **settings: Any) -> None:
+        """`settings` are those of aiohttp's own class."""
+        super().__init__(server, **settings)
+        self._form = form
+        #: Bytes of headers whose end is not there yet.
+        self._unread = 0
 
-        def handle_error(
-            self,
-            request: web.BaseRequest,
-            status: int = 500,
-            exc: BaseException | None = None,
-            message: str | None = None,
-        ) -> web.StreamResponse:
-            """Logs the error, as aiohttp does, and answers without what was sent."""
-            usual = super().handle_error(request, status, exc, message)
-            if not isinstance(exc, HttpProcessingError):
-                return usual
-            response = form(_as_ours(exc))
-            response.force_close()
-            return response
+    def data_received(self, data: bytes) -> None:
+        """Also answers when headers exceed their limit. The parser would keep each that does not exceed its own."""
+        super().data_received(data)
+        waits_for_request = self._waiter is not None and not self._waiter.done()
+        self._unread = self._unread + len(data) if waits_for_request else 0
+        if self._unread > MAX_LINE_BYTES + MAX_ALL_HEADERS_BYTES and self.transport is not None:
+            self.transport.write(_as_bytes(self._form(HeadersTooLarge(f"The headers are too long {_LIMITS}"))))
+            self.force_close()
 
-    def connect() -> web.RequestHandler:
-        connection = server()
-        # aiohttp has no parameter for the class.
-        connection.__class__ = Connection
-        return connection
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Logs the error, as aiohttp does, and answers without what was sent."""
+        usual = super().handle_error(request, status, exc, message)
+        if not isinstance(exc, HttpProcessingError):
+            return usual
+        response = self._form(_as_ours(exc))
+        response.force_close()
+        return response
 
-    return connect
+
+def _as_bytes(response: web.Response) -> bytes:
+    body = response.body
+    assert isinstance(body, bytes)
+    head = f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
 
 
 def _as_ours(error: HttpProcessingError) -> PdserveError:
@@ -82,7 +98,7 @@ async def _bounded(
 ) -> web.StreamResponse:
     # With `: ` and the end of the line.
     size = sum(len(name) + len(value) + 4 for name, value in request.raw_headers)
-    if size > MAX_HEADERS:
+    if size > MAX_ALL_HEADERS_BYTES:
         raise HeadersTooLarge(f"The request has {size} bytes of headers {_LIMITS}")
     return await handler(request)
 

@@ -43,6 +43,9 @@ _FORMS = (
 #: Replies of a server that is no longer, or not yet, in charge of our keys. `MovedError` is an `AskError`.
 _NOT_IN_CHARGE = (AskError, ClusterDownError, MasterDownError, ReadOnlyError, TryAgainError)
 
+#: Arguments of connections to Sentinels, too.
+_OF_EVERY_CONNECTION = ("connection_class", "protocol", "socket_timeout", "driver_info")
+
 NewConnection = Callable[[], AbstractConnection]
 
 
@@ -149,7 +152,7 @@ class _Sentinels(_Located):
         super().__init__(url, path=database, query=urlencode(query, doseq=True))
         self._sentinel = {key: value for key, value in self._arguments.items() if key.startswith("ssl_")}
         self._sentinel |= {key: value for key, value in login.items() if value is not None}
-        self._sentinel |= {key: self._arguments[key] for key in ("connection_class", "protocol", "socket_timeout")}
+        self._sentinel |= {key: self._arguments[key] for key in _OF_EVERY_CONNECTION}
 
     async def _locate(self, host: str) -> tuple[str, int]:
         name, port = _host_and_port(host, default_port=26379)

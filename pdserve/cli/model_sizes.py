@@ -89,7 +89,7 @@ def model_sizes(config: ModelConfig, options: SizeOptions) -> ModelSizes:
         num_ranks=options.num_ranks,
         flops_per_token=2 * multiplied,
         flops_per_token_and_context=4 * config.num_layers * heads,
-        max_model_len=config.max_context,
+        max_model_len=config.default_context,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

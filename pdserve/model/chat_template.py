@@ -7,6 +7,7 @@ of one request.
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,8 +31,10 @@ _MAX_TEMPLATE_CHARS = 1_000_000
 _MAX_TEMPLATE_BYTES = 4 * _MAX_TEMPLATE_CHARS
 #: The field with a client's template, for errors.
 _OWN = "chat_template"
-#: A text by which a template is tried.
+#: A text by which a template is tried, and what is around it where its list is printed.
 _PROBE = "probe-of-the-content"
+_LISTED = re.compile(rf"['\"]text['\"]: ?['\"]{_PROBE}")
+_NO_VARIABLES: Mapping[str, object] = {"tools": None, "documents": None}
 _SYSTEM_ROLES = ("system", "developer")
 #: What a template raises on messages that it was not written for, and what no message explains.
 _REJECTIONS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
@@ -55,10 +58,12 @@ class ChatTemplate:
         self._timeout_s = timeout_s
         self._is_clients = False
         self._template: jinja2.Template | None = None
-        #: Whether it goes through the parts of a message, and would do so with the letters of a text.
-        self._takes_content_parts = False
+        #: Whether the prompt has the text of a message whose content is one text, and of one whose content is a list.
+        self._shows_text, self._shows_lists = True, False
         #: The variables that the template reads.
         self.variables: frozenset[str] = frozenset()
+        #: The template of conversations with tools, where the model has one of its own; None: this one.
+        self.for_tools: ChatTemplate | None = None
         if source is None:
             return
         if len(source) > _MAX_TEMPLATE_CHARS:
@@ -68,7 +73,8 @@ class ChatTemplate:
         token = METER.set(Meter.start(timeout_s))  # Constants are computed here.
         try:
             self._template, self.variables, reads_text = compiled(source)
-            self._takes_content_parts = reads_text and not self._shows(_PROBE) and self._shows([_content_part(_PROBE)])
+            self._shows_lists = reads_text and self._shows([_content_part(_PROBE)])
+            self._shows_text = not self._shows_lists or self._shows(_PROBE)
         except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError, ArithmeticError, MemoryError) as error:
             raise SetupError(f"{where} is not a valid chat template: {error}.") from error
         finally:
@@ -80,11 +86,18 @@ class ChatTemplate:
         config = Fields.read_optional(model_dir / "tokenizer_config.json")
         special = TokenizerSettings.from_dir(model_dir).special_tokens
         path = model_dir / "chat_template.jinja"
+        of_tools = model_dir / "additional_chat_templates" / "tool_use.jinja"
         if path.exists():
-            return cls(read_text(path, _MAX_TEMPLATE_BYTES), special, str(path))
+            template = cls(read_text(path, _MAX_TEMPLATE_BYTES), special, str(path))
+            if of_tools.exists():
+                template.for_tools = cls(read_text(of_tools, _MAX_TEMPLATE_BYTES), special, str(of_tools))
+            return template
         separate = Fields.read_optional(model_dir / "chat_template.json")
         source = separate if separate.has("chat_template") else config
-        return cls(_template_text(source), special, source.where)
+        template = cls(_template_text(source), special, source.where)
+        if (text := _template_text(source, "tool_use")) is not None:
+            template.for_tools = cls(text, special, source.where)
+        return template
 
     @classmethod
     def of_client(cls, source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
@@ -106,9 +119,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **kwargs: object
     ) -> str:
-        """The prompt of a conversation; content may be a string or a list of text parts, whatever the template expects.
+        """The prompt of a conversation; content may be a string or a list of text parts.
 
-        Parts are joined by newlines for templates that expect a string.
+        It gets to the template as it is, if that shows such content. Else parts are joined by newlines, or a text
+        becomes one part.
 
         `kwargs` (tools, documents, the request's chat_template_kwargs) are passed on. May take as long as the time
         limit, so call it in a thread. Raises `RequestError` when there is no template, when it rejects the messages,
@@ -117,8 +131,7 @@ class ChatTemplate:
         if self._template is None:
             raise RequestError("This model has no chat template. Use /v1/completions.", param="messages")
         variables = {
-            "tools": None,
-            "documents": None,
+            **_NO_VARIABLES,
             **self.special_tokens,
             **kwargs,
             "messages": [self._shaped(message, index) for index, message in enumerate(messages)],
@@ -147,22 +160,27 @@ class ChatTemplate:
     def _shows(self, content: object) -> bool:
         """Whether the prompt of a message with this content has its text. Within what is left of the limits."""
         assert self._template is not None
-        messages = [{"role": "user", "content": content}]
-        nothing = {"tools": None, "documents": None, "add_generation_prompt": True}
-        try:
-            return _PROBE in _collect(self._template, {**nothing, **self.special_tokens, "messages": messages})
-        except (*_REJECTIONS, *_FAILURES, RequestError):
-            return False
+        user = {"role": "user", "content": content}
+        nothing = {**_NO_VARIABLES, "add_generation_prompt": True, **self.special_tokens}
+        # Some templates refuse a conversation that does not start with a system message.
+        for messages in ([user], [{**user, "role": "system"}, user]):
+            try:
+                text = _collect(self._template, {**nothing, "messages": messages})
+            except (*_REJECTIONS, *_FAILURES, RequestError):
+                continue
+            # A list that is printed as a whole was not meant to be one.
+            if _PROBE in text and not _LISTED.search(text):
+                return True
+        return False
 
     def _shaped(self, message: Mapping[str, object], index: int) -> dict[str, object]:
-        """The message with its content in the form that the template goes through: one text, or parts."""
+        """The message with its content in a form that the template shows: as it is, or else one text or a list."""
         content = message.get("content")
-        texts = _texts_of(content, index) if isinstance(content, list) else None
-        if self._takes_content_parts and texts is None:
-            return {**message, "content": [_content_part(content or "")]}
-        if texts is None or self._takes_content_parts:
-            return dict(message)
-        return {**message, "content": "\n".join(texts)}
+        if not isinstance(content, list):
+            is_shown = self._shows_text or content is None
+            return {**message} if is_shown else {**message, "content": [_content_part(content)] if content else []}
+        texts = _texts_of(content, index)
+        return {**message} if self._shows_lists else {**message, "content": "\n".join(texts)}
 
     def _refuses_roles(self, variables: Mapping[str, Any]) -> bool:
         """Whether it takes the messages without those of the system. Within what is left of the limits."""
@@ -216,10 +234,14 @@ def _texts_of(content_parts: Sequence[object], index: int) -> list[str]:
     return texts
 
 
-def _template_text(source: Fields) -> str | None:
-    """The template, or of several the one named "default"."""
+def _template_text(source: Fields, name: str = "default") -> str | None:
+    """The only template, which is the default, or of several the one of this name. Raises `SetupError`."""
     value = source.raw("chat_template")
     if isinstance(value, list):
-        entries = [entry for entry in value if isinstance(entry, dict) and entry.get("name") == "default"]
-        value = entries[-1].get("template") if entries else None
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        if "default" not in named:
+            raise SetupError(f"{source.where}: chat_template has {len(value)} templates, but none is named 'default'.")
+        value = named.get(name)
+    elif name != "default":
+        return None
     return value if isinstance(value, str) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pdserve.model.fields import Fields
-from pdserve.model.tokenizer_settings import TokenizerSettings
+from pdserve.model.tokenizer_settings import TokenizerSettings, token_id
 
 #: Far above the size of a real tokenizer.json.
 MAX_TOKENIZER_BYTES = 128 << 20
@@ -35,21 +35,9 @@ def _tokenizers_id(model_dir: Path) -> int | None:
     if (listed := next((index for index, (text, _) in settings.added.items() if text == token), None)) is not None:
         return listed
     path = model_dir / "tokenizer.json"
-    return _in_tokenizer(Fields.read(path, MAX_TOKENIZER_BYTES), token) if path.exists() else None
-
-
-def _in_tokenizer(tokenizer: Fields, token: str) -> int | None:
-    added = tokenizer.raw("added_tokens")
-    entries = added if isinstance(added, list) else []
-    found = [entry for entry in entries if isinstance(entry, dict) and entry.get("content") == token]
-    fields = Fields(found[0], f"{tokenizer.where}: added_tokens") if found else _vocabulary(tokenizer, token)
-    ids = fields.token_ids("id")
+    if not path.exists():
+        return None
+    tokenizer = Fields.read(path, MAX_TOKENIZER_BYTES)
+    found = token_id({name: tokenizer.raw(name) for name in ("added_tokens", "model")}, token)
+    ids = Fields({"id": found}, f"{path}: {token}").token_ids("id")
     return ids[0] if ids else None
-
-
-def _vocabulary(tokenizer: Fields, token: str) -> Fields:
-    """The entry of a token that is not added, as added ones have it."""
-    model = tokenizer.raw("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    found = vocabulary.get(token) if isinstance(vocabulary, dict) else None
-    return Fields({"id": found}, f"{tokenizer.where}: vocab")

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from pdserve.base.errors import SetupError
 from pdserve.model.fields import Fields
 
+#: Unknown fields of a file that are reported, and characters of each name.
+_MAX_UNKNOWN, _MAX_NAME = 20, 64
 #: Values besides null with which a field asks for nothing.
 Neutral = tuple[object, ...]
 
@@ -41,8 +44,9 @@ class KnownFields:
         return self.used | self.refused.keys() | self.ignored
 
     def unknown(self, fields: Fields) -> list[str]:
-        """The names of the fields in no set, without those that begin with an underscore."""
-        return sorted(name for name in fields.names() if name not in self.names and not name.startswith("_"))
+        """The names of the fields in no set, up to `_MAX_UNKNOWN`, without those that begin with an underscore."""
+        found = (name for name in sorted(fields.names()) if name not in self.names and not name.startswith("_"))
+        return [name[:_MAX_NAME] for name in islice(found, _MAX_UNKNOWN)]
 
 
 def _is_neutral(value: object, neutral: Neutral) -> bool:
@@ -124,12 +128,14 @@ GENERATION = KnownFields(
         "constraints": (),
         "force_words_ids": (),
         "dola_layers": (),
+        "token_healing": (False,),
+        "max_time": (),
     },
     ignored=names_of(
         "do_sample max_length num_return_sequences bos_token_id pad_token_id decoder_start_token_id use_cache "
-        "transformers_version cache_implementation cache_config early_stopping length_penalty max_time "
+        "transformers_version cache_implementation cache_config early_stopping length_penalty "
         "output_attentions output_hidden_states output_scores output_logits return_dict_in_generate low_memory "
-        "remove_invalid_values renormalize_logits token_healing is_assistant num_assistant_tokens "
+        "remove_invalid_values renormalize_logits is_assistant num_assistant_tokens "
         "num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind "
         "assistant_early_exit prompt_lookup_num_tokens max_matching_ngram_size trust_remote_code generation_kwargs "
         "disable_compile compile_config prefill_chunk_size max_cache_len assistant_ensemble_weight speculation_type "
@@ -140,15 +146,16 @@ GENERATION = KnownFields(
 TOKENIZER = KnownFields(
     used=names_of(
         "bos_token eos_token unk_token pad_token sep_token cls_token mask_token added_tokens_decoder "
-        "additional_special_tokens extra_special_tokens chat_template tokenizer_class response_template"
+        "additional_special_tokens extra_special_tokens chat_template tokenizer_class response_template "
+        "model_specific_special_tokens add_prefix_space"
     ),
     refused={"split_special_tokens": (False,), "fix_mistral_regex": (False,)},
     ignored=names_of(
         "clean_up_tokenization_spaces model_max_length padding_side truncation_side spaces_between_special_tokens "
-        "auto_map add_bos_token add_eos_token legacy sp_model_kwargs use_default_system_prompt add_prefix_space errors "
+        "auto_map add_bos_token add_eos_token legacy sp_model_kwargs use_default_system_prompt errors "
         "do_lower_case use_fast backend is_local local_files_only name_or_path tokenizer_file special_tokens_map_file "
         "processor_class model_input_names max_length stride truncation_strategy pad_to_multiple_of pad_token_type_id "
-        "trim_offsets from_slow model_specific_special_tokens response_schema vocab_file merges_file"
+        "trim_offsets from_slow response_schema vocab_file merges_file"
     ),
 )
 

@@ -9,6 +9,8 @@ from pdserve.model.fields import Fields
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _DEFAULT_THETA = 10_000.0
+#: Far above any real context.
+_MAX_LENGTH = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,8 @@ def rope_from_hf(config: Fields, *, head_dim: int, max_position_embeddings: int)
     if rope_type == "default":
         return RopeConfig(theta=theta)
     if rope_type in ("linear", "dynamic"):
-        return RopeConfig(rope_type=rope_type, theta=theta, factor=rope.number("factor"))
+        factor = _extending(rope, rope.number("factor"), max_position_embeddings)
+        return RopeConfig(rope_type=rope_type, theta=theta, factor=factor)
     if rope_type == "llama3":
         return _llama3(rope, theta, original)
     if rope_type == "yarn":
@@ -88,7 +91,7 @@ def _yarn(rope: Fields, theta: float, original: int, max_position_embeddings: in
     return RopeConfig(
         rope_type="yarn",
         theta=theta,
-        factor=rope.number("factor", max_position_embeddings / original),
+        factor=_extending(rope, rope.number("factor", max_position_embeddings / original), original),
         original_max_position_embeddings=original,
         attention_factor=_optional(rope, "attention_factor"),
         # Absent and 0 both mean the paper's value.
@@ -110,6 +113,13 @@ def _longrope(rope: Fields, theta: float, original: int, max_position_embeddings
         short_factor=rope.numbers("short_factor", head_dim // 2),
         long_factor=rope.numbers("long_factor", head_dim // 2),
     )
+
+
+def _extending(rope: Fields, factor: float, length: int) -> float:
+    """The factor by which a scaling extends a length. Raises `SetupError` for one that makes no length."""
+    if factor * length > _MAX_LENGTH:
+        raise rope.wrong("factor", f"at most {_MAX_LENGTH // length}, since it extends {length} tokens")
+    return factor
 
 
 def _optional(rope: Fields, name: str) -> float | None:

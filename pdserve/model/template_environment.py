@@ -164,7 +164,7 @@ class _Generation(Extension):
 
 
 def compiled(source: str) -> tuple[jinja2.Template, frozenset[str], bool]:
-    """The template, the variables that it reads, and whether it reads the `text` of anything, such as of a part.
+    """The template, the variables that it reads, and whether it reads a `text`, as of one in a message's content.
 
     Constants are computed here. Raises errors of jinja2 and of the compiler.
     """
@@ -172,7 +172,7 @@ def compiled(source: str) -> tuple[jinja2.Template, frozenset[str], bool]:
     parsed = environment.parse(source)
     variables = frozenset(meta.find_undeclared_variables(parsed))
     reads_text = any(each.attr == "text" for each in parsed.find_all(nodes.Getattr)) or any(
-        isinstance(each.arg, nodes.Const) and each.arg.value == "text" for each in parsed.find_all(nodes.Getitem)
+        each.value == "text" for each in parsed.find_all(nodes.Const)
     )
     return environment.from_string(_Bounded().visit(parsed)), variables, reads_text
 

@@ -16,6 +16,9 @@ from pdserve.model.fields import Fields
 
 #: Tokens that have a name.
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_LISTS = ("extra_special_tokens", "additional_special_tokens")
+#: Classes of transformers that make their steps by `add_prefix_space`, whatever tokenizer.json has.
+_HEEDS_PREFIX = frozenset(("GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizer"))
 _FLAGS: Mapping[str, bool] = {
     "single_word": False,
     "lstrip": False,
@@ -37,6 +40,8 @@ class TokenizerSettings:
     extra: tuple[str, ...]
     #: Added tokens by their ids, with the flags that the config has for them; an empty one has tokenizer.json's.
     added: _Added
+    #: Whether a space is put in front of every text; None: as tokenizer.json says.
+    prefix_space: bool | None
     where: str
 
     @classmethod
@@ -44,24 +49,31 @@ class TokenizerSettings:
         """The settings of a directory, whose files are all optional. Raises `SetupError`."""
         config = Fields.read_optional(model_dir / "tokenizer_config.json")
         has_decoder = config.has("added_tokens_decoder")
-        names = config if has_decoder else _overridden(config, model_dir / "special_tokens_map.json")
-        extra = names.raw("extra_special_tokens") or names.raw("additional_special_tokens") or []
-        listed = [*extra.values()] if isinstance(extra, dict) else extra
-        if not isinstance(listed, list):
-            raise names.wrong("additional_special_tokens", "a list of tokens")
-        found = {name: text for name in SPECIAL_TOKENS if (text := _text_of(names.raw(name))) is not None}
+        older = Fields({}, config.where) if has_decoder else Fields.read_optional(model_dir / "special_tokens_map.json")
+        # The older file has the names of tokens where both have them.
+        named = {name: text for fields in (config, older) for name, text in _named(fields).items()}
         return cls(
-            special_tokens=found,
-            extra=tuple(text for each in listed if (text := _text_of(each)) is not None),
+            special_tokens={name: text for name, text in named.items() if name in SPECIAL_TOKENS},
+            extra=(
+                *(text for name, text in named.items() if name not in SPECIAL_TOKENS),
+                *(text for fields in (config, older) for name in _LISTS for text in _listed(fields, name)),
+            ),
             added=_decoder(config) if has_decoder else _older(model_dir / "added_tokens.json"),
+            prefix_space=_prefix_space(config),
             where=config.where,
         )
 
     def applied(self, document: _Json) -> _Json:
         """A parsed tokenizer.json with these settings; the same object where they change nothing.
 
-        Raises `SetupError` for an added token with an id that tokenizer.json gives to another one, or to none.
+        Raises `SetupError` for an added token with an id that tokenizer.json gives to another one, or to none, and
+        where both say something else of the space in front of texts.
         """
+        if self.prefix_space is not None and self.prefix_space != _puts_space(document):
+            raise SetupError(
+                f"{self.where}: add_prefix_space is {str(self.prefix_space).lower()}, but tokenizer.json does the "
+                "opposite. Save the tokenizer again with transformers, or remove the field."
+            )
         tokens = _Tokens(document)
         for index, (text, flags) in sorted(self.added.items()):
             tokens.add(text, index, flags, self.where)
@@ -124,11 +136,56 @@ class _Tokens:
         self._next_id = max(self._next_id, index + 1)
 
 
-def _overridden(config: Fields, path: Path) -> Fields:
-    """The fields of a config with those of another file in front."""
-    older = Fields.read_optional(path)
-    values = {name: config.raw(name) for name in config.names()}
-    return Fields(values | {name: older.raw(name) for name in older.names()}, config.where)
+def token_id(document: Mapping[str, Any], text: str) -> object:
+    """What a parsed tokenizer.json, which may be damaged, has as the id of a token; None: nothing."""
+    listed, model = document.get("added_tokens"), document.get("model")
+    for entry in listed if isinstance(listed, list) else ():
+        if isinstance(entry, dict) and entry.get("content") == text:
+            return entry.get("id")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, dict):
+        return vocabulary.get(text)
+    pairs = enumerate(vocabulary) if isinstance(vocabulary, list) else ()
+    return next((index for index, pair in pairs if isinstance(pair, list) and pair[:1] == [text]), None)
+
+
+def _named(fields: Fields) -> dict[str, str]:
+    """The texts of the fields that name a token, such as `eos_token`."""
+    found = {name: _text_of(fields.raw(name)) for name in fields.names() if name.endswith("_token")}
+    several = fields.raw("model_specific_special_tokens")
+    found |= {name: _text_of(value) for name, value in several.items()} if isinstance(several, dict) else {}
+    return {name: text for name, text in found.items() if text is not None}
+
+
+def _listed(fields: Fields, name: str) -> list[str]:
+    """The texts of the tokens in a list, or in an object by their names."""
+    listed = fields.raw(name) or []
+    values = [*listed.values()] if isinstance(listed, dict) else listed
+    if not isinstance(values, list):
+        raise fields.wrong(name, "a list of tokens")
+    return [text for value in values if (text := _text_of(value)) is not None]
+
+
+def _prefix_space(config: Fields) -> bool | None:
+    """What transformers' class makes of `add_prefix_space`; None: it has no effect."""
+    name = str(config.raw("tokenizer_class") or "").removesuffix("Fast")
+    return config.flag("add_prefix_space", False) if name in _HEEDS_PREFIX and config.has("add_prefix_space") else None
+
+
+def _puts_space(document: object) -> bool:
+    """Whether a step of tokenizer.json puts a space, or what stands for it, in front of texts."""
+    match document:
+        case {"type": "ByteLevel", "add_prefix_space": bool(adds)}:
+            return adds
+        case {"type": "Metaspace", **settings}:
+            return settings.get("prepend_scheme", "always") != "never" and settings.get("add_prefix_space") is not False
+        case {"type": "Prepend"}:
+            return True
+        case {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}:
+            return _puts_space(normalizer) or _puts_space(pre_tokenizer)
+        case {"normalizers": list(steps)} | {"pretokenizers": list(steps)}:
+            return any(map(_puts_space, steps))
+    return False
 
 
 def _decoder(config: Fields) -> _Added:

@@ -134,6 +134,9 @@ ThinkingTokens = Annotated[int, Ge(-1), Le(2**31 - 1)]
 class SamplingFields(Body):
     """How tokens are chosen. An absent or null field takes the model's default."""
 
+    #: As vLLM, which takes -1 for no seed, and Ollama.
+    nothing: ClassVar[Mapping[str, tuple[object, ...]]] = {"seed": (-1,)}
+
     temperature: Annotated[Finite, Ge(0), Le(MAX_TEMPERATURE)] | None = None
     top_p: Annotated[Finite, Gt(0), Le(1)] | None = None
     top_k: Annotated[int, Ge(-1), Le(UINT32_MAX)] | None = None

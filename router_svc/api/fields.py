@@ -54,7 +54,7 @@ MESSAGE_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "refusal": (),
+    "refusal": ("",),
 }
 
 

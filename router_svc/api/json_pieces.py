@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from pydantic_core import from_json
 
+from pdserve.base.json_lines import on_one_line
+
 Element = TypeVar("Element")
 
 _PIECE = 4096
@@ -16,20 +18,9 @@ _PIECE_CHARACTERS = 262_144
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-#: Characters that end a line for `str.splitlines`, and so for httpx's and requests' `iter_lines`; JSON escapes others.
-_LINE_ENDS = tuple((character.encode(), b"\\u%04x" % ord(character)) for character in "\x85\u2028\u2029")
-
-
 def to_json(value: object) -> bytes:
     """Compact JSON in UTF-8, on one line for readers of any kind."""
     return on_one_line(_encode(value).encode())
-
-
-def on_one_line(data: bytes) -> bytes:
-    """The JSON with those line ends escaped that it may have within texts."""
-    for line_end, escaped in _LINE_ENDS:
-        data = data.replace(line_end, escaped)
-    return data
 
 
 def list_to_json(values: Sequence[Element], shape: Callable[[Element], object]) -> bytes:
@@ -58,7 +49,7 @@ def object_to_json(text: str) -> bytes:
     """The arguments of a call as a JSON object. Those that were cut off are as clients read such a stream."""
     try:
         if isinstance(from_json(text, allow_inf_nan=False), dict):
-            return text.encode()
+            return on_one_line(text.encode())
     except ValueError:
         pass
     try:

@@ -39,7 +39,7 @@ class ModelBackend:
 
     def max_model_len(self) -> int:
         """The longest sequence that every worker of the model can hold."""
-        return self.cluster.max_model_len(default=self.model.max_context)
+        return self.cluster.max_model_len(default=self.model.default_context)
 
 
 class Models:

@@ -68,7 +68,7 @@ def sampling_params(
     stop_token_ids = tuple(fields.stop_token_ids or ())
     check_token_ids(stop_token_ids, model.vocab_size, param="stop_token_ids")
     max_tokens = _max_tokens(own_fields, _limit(fields, own_fields, defaults), prompt_tokens, max_model_len)
-    min_tokens = _first(fields.min_tokens, min(defaults.min_new_tokens or 0, max_tokens))
+    min_tokens = _first(fields.min_tokens, _own_minimum(own_fields, defaults, max_tokens))
     if min_tokens > max_tokens:
         raise RequestError(
             f"`min_tokens` is {min_tokens}, but at most {max_tokens} tokens can be generated. Lower it.",
@@ -170,6 +170,11 @@ def _max_tokens(own_fields: EndpointFields, limit: int | None, prompt_tokens: in
         )
     wanted = requested if requested is not None else own_fields.default_max_tokens
     return min(bound for bound in (remaining, wanted, limit) if bound is not None)
+
+
+def _own_minimum(own_fields: EndpointFields, defaults: SamplingDefaults, max_tokens: int) -> int:
+    """The model's minimum, which gives way to what the client wants."""
+    return 0 if own_fields.allowed_token_ids else min(defaults.min_new_tokens or 0, max_tokens)
 
 
 def _top_k(value: int, vocab_size: int) -> int:

@@ -23,7 +23,7 @@ def _one_or_more(value: object) -> object:
 
 
 class SamplingDefaults(BaseModel):
-    """Fields of generation_config.json that apply to requests which omit them, as in vLLM, within the same bounds."""
+    """Fields of generation_config.json that apply to requests which omit them, as in vLLM; the last two besides."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 

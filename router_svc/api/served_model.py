@@ -22,11 +22,13 @@ from router_svc.api.sampling_defaults import SamplingDefaults
 from router_svc.api.structured import StructuredFields, grammar_of, has_structure
 from router_svc.api.text_threads import INLINE_CHARACTERS, LONG_CHARACTERS, TextThreads
 from router_svc.message_formats import AUTO
-from router_svc.messages.described_tools import text_of, with_described_tools
+from router_svc.messages.described_tools import text_of_content, with_described_tools
 from router_svc.messages.model_messages import ModelMessages, messages_of
 
 log = get_logger(__name__)
 
+#: Behind the last message, where an answer is to go on with it.
+_MARK = "end-of-the-last-message "
 #: Texts up to this size are tokenized without an estimate of their token count.
 _ALWAYS_TOKENIZED_CHARACTERS = 100_000
 #: Tokens by which a text may exceed the context before it is refused by a count in pieces, which is not exact.
@@ -42,8 +44,9 @@ class ServedModel:
     template: ChatTemplate
     defaults: SamplingDefaults
     vocab_size: int
-    #: Tokens of the longest sequence that the model supports.
+    #: Tokens of the longest sequence that the model supports, and that workers have unless the operator sets it.
     max_context: int
+    default_context: int
     #: The name that the model's files give its tokenizer.
     tokenizer_class: str = "PreTrainedTokenizerFast"
     messages: ModelMessages = field(default_factory=ModelMessages)
@@ -77,6 +80,7 @@ class ServedModel:
             pooling=ModelPooling.from_dir(model_dir, config.hidden_size),
             vocab_size=config.vocab_size,
             max_context=config.max_context,
+            default_context=config.default_context,
             tokenizer_class=_tokenizer_class(model_dir),
             threads=TextThreads(inline_characters=inline),
         )
@@ -150,15 +154,15 @@ class ServedModel:
         """
 
         def render() -> str:
-            shown, described = list(tools), messages
-            if not self.messages.has_tools_in_template:
-                shown, described = [], with_described_tools(messages, tools)
+            shown = list(tools) if self.messages.has_tools_in_template else []
+            described = messages if self.messages.has_tools_in_template else with_described_tools(messages, tools)
             kept = [self._literal(each, "messages") for each in described]
             kwargs: dict[str, Any] = self._literal(dict(template_kwargs), "chat_template_kwargs")
-            if shown:
-                kwargs["tools"] = self._literal(shown, "tools")
-            text = self.template.render(kept, add_generation_prompt=add_generation_prompt, **kwargs)
-            return _within_last(text, kept) if continues else text
+            kwargs |= {"tools": self._literal(shown, "tools")} if shown else {}
+            template = self.template.for_tools or self.template if shown else self.template
+            kwargs["add_generation_prompt"] = add_generation_prompt
+            text = template.render(_marked(kept) if continues else kept, **kwargs)
+            return _before_mark(text) if continues else text
 
         def encode(text: str) -> list[int]:
             self.require_plausible(text, param="messages")
@@ -260,16 +264,28 @@ def require_fits(num_tokens: int, max_model_len: int, *, param: str) -> None:
         )
 
 
-def _within_last(text: str, messages: Sequence[Mapping[str, object]]) -> str:
-    """The prompt up to the end of the last message's content. Raises `RequestError` if it does not show it."""
-    last = messages[-1]
-    content = text_of(last["content"]).strip()
-    if content not in text and isinstance(last["content"], list):
-        # A template that goes through the parts puts nothing, or something else, between them.
-        content = text_of(last["content"][-1:]).strip()
-    if last["role"] != "assistant" or not content or content not in text:
-        raise RequestError(
-            "`continue_final_message` needs a last message of the assistant with content, which the template shows.",
-            param="continue_final_message",
-        )
-    return text[: text.rindex(content) + len(content)]
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation with a mark behind the last message. Raises `RequestError` if no answer can go on with it."""
+    *others, last = messages
+    content = last["content"]
+    if last["role"] != "assistant" or not text_of_content(content).strip():
+        raise _no_continuation()
+    if isinstance(content, list):
+        return [*others, {**last, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _MARK}]}]
+    return [*others, {**last, "content": content + _MARK}]
+
+
+def _before_mark(text: str) -> str:
+    """The prompt up to the mark. Raises `RequestError` if the template does not show the last message."""
+    before, found, behind = text.rpartition(_MARK.rstrip())
+    if not found:
+        raise _no_continuation()
+    # A template that has taken the space behind the mark would have taken what is in front of it, too.
+    return before if behind.startswith(" ") else before.rstrip()
+
+
+def _no_continuation() -> RequestError:
+    return RequestError(
+        "`continue_final_message` needs a last message of the assistant with content, which the template shows.",
+        param="continue_final_message",
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -22,6 +21,7 @@ from typing_extensions import TypedDict
 
 from pdserve.base.errors import Overloaded, RequestError
 from router_svc.api.authentication import client_of, scope_of
+from router_svc.api.json_pieces import to_json
 from router_svc.records.usage import UsageRow
 from router_svc.records.usage_store import RETENTION_DAYS, UsageStore
 
@@ -150,7 +150,7 @@ def render(span: Span, rows: Iterable[UsageRow]) -> bytes:
     entries = sorted(map(_entry, rows), key=itemgetter("date", "tenant", "key", "model"))
     if span.format == "json":
         report: UsageReport = {"from": span.first.isoformat(), "to": span.last.isoformat(), "data": entries}
-        return json.dumps(report, ensure_ascii=False, separators=(",", ":")).encode()
+        return to_json(report)
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, [*UsageEntry.__annotations__])
     writer.writeheader()

@@ -17,7 +17,7 @@ To call a function, write a JSON object with its name and arguments within <tool
 </tool_call>"""
 
 
-def text_of(content: Any) -> str:
+def text_of_content(content: Any) -> str:
     """The text of a message's content, which may have parts."""
     return "\n".join(each["text"] for each in content) if isinstance(content, list) else str(content or "")
 
@@ -36,12 +36,12 @@ def with_described_tools(
     text = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if described and described[0]["role"] in ("system", "developer"):
         first = described[0]
-        return [{**first, "content": f"{text_of(first['content'])}\n\n{text}"}, *described[1:]]
+        return [{**first, "content": f"{text_of_content(first['content'])}\n\n{text}"}, *described[1:]]
     return [{"role": "system", "content": text}, *described]
 
 
 def _of_results(messages: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    results = (f"<tool_response>\n{text_of(message['content'])}\n</tool_response>" for message in messages)
+    results = (f"<tool_response>\n{text_of_content(message['content'])}\n</tool_response>" for message in messages)
     return {"role": "user", "content": "\n".join(results)}
 
 
@@ -50,7 +50,7 @@ def _without_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not calls:
         return message
     kept = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**kept, "content": "\n".join(filter(None, (text_of(message["content"]), *calls)))}
+    return {**kept, "content": "\n".join(filter(None, (text_of_content(message["content"]), *calls)))}
 
 
 def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

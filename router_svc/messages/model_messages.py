@@ -63,15 +63,16 @@ def messages_of(model_dir: Path, chat_template: ChatTemplate, name: str) -> Mode
 
     Raises `SetupError` for a name that does not exist.
     """
-    return _messages(_form_of(model_dir, chat_template.source, name), chat_template)
+    shows_tools = chat_template.for_tools or chat_template
+    return _messages(_form_of(model_dir, shows_tools.source, name), chat_template)
 
 
 def _messages(form: MessageFormat | None, chat_template: ChatTemplate) -> ModelMessages:
-    template = chat_template.source
+    template, shows_tools = chat_template.source, chat_template.for_tools or chat_template
     return ModelMessages(
         form=form,
         thinks=form is not None and _thinks(form, template),
-        has_tools_in_template="tools" in chat_template.variables,
+        has_tools_in_template="tools" in shows_tools.variables,
         has_single_calls="single tool-calls" in template,
     )
 

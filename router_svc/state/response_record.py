@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pdserve.base.errors import Unreadable
+from pdserve.base.json_lines import on_one_line
 from router_svc.records.stream_seal import StreamSeal
 from router_svc.state.sealed import opened, sealed
 from router_svc.state.state_store import group_of
@@ -37,7 +38,7 @@ class ShownResponse:
     def ended(self, status: str, error: Mapping[str, Any] | None) -> ShownResponse:
         """The response with another status. For one without output."""
         body = json.dumps(json.loads(self.body) | {"status": status, "error": error}, ensure_ascii=False)
-        return replace(self, status=status, body=body.encode())
+        return replace(self, status=status, body=on_one_line(body.encode()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models
 
 from pdserve.base.errors import SetupError
 from pdserve.model.chat_template import ChatTemplate
@@ -121,6 +122,19 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         BYTES,
         {"tokenizer_config.json": {"eos_token": "he", "additional_special_tokens": ["ll"]}},
     ),
+    "a mask": (BYTES, {"tokenizer_config.json": {"mask_token": "he"}}),
+    "a token of the model's own": (BYTES, {"tokenizer_config.json": {"image_token": "he"}}),
+    "several tokens of the model's own": (
+        BYTES,
+        {"tokenizer_config.json": {"model_specific_special_tokens": {"image_token": "he"}}},
+    ),
+    "an empty list in the older file": (
+        BYTES,
+        {
+            "tokenizer_config.json": {"additional_special_tokens": ["he"]},
+            "special_tokens_map.json": {"additional_special_tokens": []},
+        },
+    ),
     "further special tokens": (
         BYTES,
         {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "ll"}, "eos_token": "<|end|>"}},
@@ -152,6 +166,29 @@ def test_every_text_has_the_tokens_and_every_token_the_text_of_transformers(
     named = {name: str(token) for name, token in theirs.special_tokens_map.items() if isinstance(token, str)}
     shown = ChatTemplate.from_dir(directory).special_tokens
     assert shown == {name: named[name] for name in shown}
+
+
+def test_the_end_of_a_unigram_vocabulary_is_found(tmp_path: Path) -> None:
+    directory = _write(tmp_path, BYTES, {"tokenizer_config.json": {"eos_token": "</s>"}})
+    unigram = RawTokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("</s>", -2.0)], unk_id=0))
+    unigram.decoder = decoders.Metaspace()
+    unigram.save(str(directory / "tokenizer.json"))
+    ours, theirs = read_tokenizer(directory), transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    assert ours.eos_token_ids == (theirs.eos_token_id,) == (2,)
+    assert ours.is_special(2)
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2TokenizerFast", "LlamaTokenizer"])
+@pytest.mark.parametrize(("kind", "has"), [(BYTES, False), (PIECES, True)])
+def test_a_space_in_front_of_texts_that_the_files_do_not_agree_on_is_refused(
+    tmp_path: Path, kind: str, has: bool, name: str
+) -> None:
+    """These classes of transformers make their steps by the field, whatever tokenizer.json has."""
+    for setting in (has, None):
+        config = {"tokenizer_class": name, "add_prefix_space": setting}
+        read_tokenizer(_write(tmp_path, kind, {"tokenizer_config.json": config}))
+    with pytest.raises(SetupError, match=r"add_prefix_space is .*, but tokenizer\.json does the opposite"):
+        read_tokenizer(_write(tmp_path, kind, {"tokenizer_config.json": {**config, "add_prefix_space": not has}}))
 
 
 @pytest.mark.parametrize(

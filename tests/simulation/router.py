@@ -115,6 +115,7 @@ class SimulatedRouter:
             tokenizer=Letters(),
             threads=SimpleNamespace(),
             max_context=MAX_MODEL_LEN,
+            default_context=MAX_MODEL_LEN,
             vocab_size=VOCAB_SIZE,
             close=lambda: None,
         )

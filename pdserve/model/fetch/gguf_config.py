@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import struct
 from dataclasses import dataclass
 
 from pdserve.base.errors import SetupError
 from pdserve.model.fetch.gguf_file import GgufFile
-from pdserve.model.fetch.gguf_keys import below, check_keys
+from pdserve.model.fetch.gguf_keys import below, check_keys, shortest
 from pdserve.model.fields import Fields
 
 #: GGUF architecture -> model_type. GGUF stores mistral models as llama.
@@ -29,7 +28,6 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER_NAME = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
-_MAX_FLOAT32 = 3.4e38
 #: Far above half of a real head dimension.
 _MAX_ROPE_FACTORS = 1 << 16
 #: Tensor with divisors of the rotary frequencies (llama 3.1 and later); not a weight.
@@ -95,7 +93,7 @@ def hf_config(gguf: GgufFile) -> dict[str, object]:
         "num_key_value_heads": scope.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": scope.integer("context_length"),
-        "rms_norm_eps": _shortest(scope.number("attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": shortest(scope.number("attention.layer_norm_rms_epsilon")),
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
@@ -109,7 +107,7 @@ def hf_config(gguf: GgufFile) -> dict[str, object]:
 
 
 def _rope(gguf: GgufFile, scope: Fields) -> dict[str, object]:
-    theta = _shortest(scope.number("rope.freq_base", 10_000.0))
+    theta = shortest(scope.number("rope.freq_base", 10_000.0))
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": theta}
     original = scope.integer("rope.scaling.original_context_length", scope.integer("context_length"))
     if ROPE_FACTORS in gguf.tensors:
@@ -126,12 +124,17 @@ def _rope(gguf: GgufFile, scope: Fields) -> dict[str, object]:
             "factor": 1.0,
             "original_max_position_embeddings": original,
         }
-    kind = scope.text("rope.scaling.type", "none")
+    factor = scope.raw("rope.scaling.factor") or scope.raw("rope.scale_linear") or 1
+    # llama.cpp scales linearly where a factor comes without a type, as old files have it.
+    kind = scope.text("rope.scaling.type", "none" if factor == 1 else "linear")
     if kind == "none":
         return rope
     if kind not in ("linear", "yarn"):
         raise SetupError(f"{gguf.path}: rope scaling {kind!r} is not supported in GGUF; supported: none, linear, yarn.")
-    rope |= {"rope_type": kind, "factor": _shortest(scope.number("rope.scaling.factor"))}
+    rope |= {
+        "rope_type": kind,
+        "factor": shortest(Fields({"rope.scaling.factor": factor}, scope.where).number("rope.scaling.factor")),
+    }
     return rope | ({"original_max_position_embeddings": original} if kind == "yarn" else {})
 
 
@@ -145,14 +148,3 @@ def _scope(gguf: GgufFile) -> Fields:
     if any("expert_count" in name and fields.raw(name) != 0 for name in fields.names()):
         raise SetupError(f"{gguf.path}: mixture-of-experts models are not supported; supported: dense models.")
     return Fields({name: fields.raw(name) for name in fields.names()}, architecture)
-
-
-def _shortest(value: float) -> float:
-    """The shortest decimal that rounds to the same float32: 1e-05, not 9.999999747378752e-06."""
-    if abs(value) > _MAX_FLOAT32:
-        return value
-    for digits in range(1, 10):
-        short = float(f"{value:.{digits}g}")
-        if struct.pack("<f", short) == struct.pack("<f", value):
-            return short
-    return value

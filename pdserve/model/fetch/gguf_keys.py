@@ -5,6 +5,8 @@ As `pdserve.model.known_fields` has the fields of a directory; docs/models.md ha
 
 from __future__ import annotations
 
+import struct
+
 from pdserve.base.logs import get_logger
 from pdserve.model.fetch.gguf_file import GgufFile
 from pdserve.model.fields import Fields
@@ -12,12 +14,15 @@ from pdserve.model.known_fields import KnownFields, names_of
 
 log = get_logger(__name__)
 
+_MAX_FLOAT32 = 3.4e38
+
 #: Below the name of the architecture, such as `llama.`.
 MODEL = KnownFields(
     used=names_of(
         "context_length embedding_length block_count feed_forward_length attention.head_count attention.head_count_kv "
         "attention.key_length attention.value_length attention.layer_norm_rms_epsilon rope.dimension_count "
-        "rope.freq_base rope.scaling.type rope.scaling.factor rope.scaling.original_context_length expert_count"
+        "rope.freq_base rope.scaling.type rope.scaling.factor rope.scaling.original_context_length rope.scale_linear "
+        "expert_count"
     ),
     refused={
         "attention.scale": (),
@@ -100,4 +105,20 @@ def check_keys(gguf: GgufFile, architecture: str) -> None:
 def sampling_defaults(metadata: Fields) -> dict[str, object]:
     """The sampling that the file recommends, as generation_config.json names it."""
     fields = below(metadata, "general.sampling.")
-    return {name: fields.raw(key) for key, name in SAMPLING_NAMES.items() if fields.has(key)}
+    found = {name: fields.raw(key) for key, name in SAMPLING_NAMES.items() if fields.has(key)}
+    shown = {name: shortest(value) if isinstance(value, float) else value for name, value in found.items()}
+    temperature = shown.get("temperature")
+    if isinstance(temperature, int | float) and temperature < 0:
+        shown["temperature"] = 0  # In llama.cpp, too, it is greedy.
+    return shown
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal that rounds to the same float32: 1e-05, not 9.999999747378752e-06."""
+    if abs(value) > _MAX_FLOAT32:
+        return value
+    for digits in range(1, 10):
+        short = float(f"{value:.{digits}g}")
+        if struct.pack("<f", short) == struct.pack("<f", value):
+            return short
+    return value

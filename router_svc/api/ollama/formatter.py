@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pdserve.base.errors import PdserveError
 from pdserve.base.sampling import FinishReason
 from pdserve.model.tokenizer import Tokenizer
-from router_svc.api.json_pieces import on_one_line, to_json
+from router_svc.api.json_pieces import to_json
 from router_svc.api.ollama.content import ContentReader, Piece
 from router_svc.api.ollama.errors import error_body
 from router_svc.api.ollama.timing import Timing
@@ -143,5 +143,5 @@ class OllamaFormatter:
 
 
 def _line(text: bytes) -> bytes:
-    # Between the tokens of arguments, which are as the model has written them, there may be line ends of any kind.
-    return on_one_line(text).replace(b"\n", b" ").replace(b"\r", b" ") + b"\n"
+    # Between the tokens of arguments, which are as the model has written them, there may be line ends.
+    return text.replace(b"\n", b" ").replace(b"\r", b" ") + b"\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 from aiohttp import web
@@ -243,4 +242,4 @@ def _worker(worker: WorkerRecord) -> Fields:
 
 
 def _json(fields: object) -> web.Response:
-    return web.Response(text=json.dumps(fields, ensure_ascii=False), content_type="application/json")
+    return web.Response(body=to_json(fields), content_type="application/json")

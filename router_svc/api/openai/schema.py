@@ -110,6 +110,8 @@ class StreamOptions(StrictModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    #: Events are never padded.
+    include_obfuscation: Literal[False] | None = None
 
     @property
     def requests_usage(self) -> bool:
@@ -140,8 +142,6 @@ class GenerationBody(GeneratingBody, SamplingFields, StructuredFields):
     #: Lower values come first.
     priority: Annotated[int, Ge(-MAX_PRIORITY), Le(MAX_PRIORITY)] | None = None
 
-    #: As vLLM, which takes -1 for no seed.
-    nothing: ClassVar[Mapping[str, tuple[object, ...]]] = {"seed": (-1,)}
     conditions: ClassVar[Conditions] = (
         requires("stream_options", _ASKS_FOR_USAGE, "stream", True),
         excludes("stream", True, "prompt_logprobs"),

@@ -48,6 +48,7 @@ FIELDS = {
     "include_stop_str_in_output": "Whether the text has the stop string that ended it. Default: false.",
     "index": "Accepted without effect.",
     "include_reasoning": "Whether the answer has the model's thinking. Default: true.",
+    "include_obfuscation": "Only false: events are never padded.",
     "include_usage": "A last event has the usage of the whole request.",
     "input": "The conversation: a text, or items as of earlier responses. Of embeddings: a text, token ids below the "
     "size of the vocabulary, or a list of either kind.",
@@ -191,7 +192,7 @@ gets 405 and `Allow`. With `--allowed-origins`, OPTIONS answers the preflight re
 
 **Errors** have the form of `Error`, below /v1/messages that of `MessagesError`, and below /api/ that of \
 `OllamaError`. A path that does not exist has \
-404 in the same form. What is no HTTP is answered with 400 and `Error`, and lines beyond a limit with 431; then the \
+404 in the same form. What is not HTTP is answered with 400 and `Error`, and lines beyond a limit with 431; then the \
 connection is closed. An unknown `Expect` header is answered with 417.
 """
 

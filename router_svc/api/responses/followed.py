@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from pdserve.base.errors import PdserveError
+from pdserve.base.json_lines import on_one_line
 from pdserve.base.logs import get_logger
 from router_svc.api.http_request import REQUEST_ID_HEADER
 from router_svc.api.ids import Ids
@@ -36,7 +37,8 @@ async def send_events(request: web.Request, ids: Ids, events: AsyncIterator[byte
             if not response.prepared:
                 await response.prepare(request)
             async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await response.write(event or _COMMENT)
+                # A router of the last release may have stored it.
+                await response.write(on_one_line(event) or _COMMENT)
         if not response.prepared:
             await response.prepare(request)
         async with asyncio.timeout(WRITE_TIMEOUT_S):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from functools import partial
 from typing import Any
 
 from aiohttp import hdrs, web
@@ -13,6 +11,7 @@ from pdserve.base.errors import CapacityError, NotFound, RequestError
 from router_svc.api.authentication import client_of
 from router_svc.api.http_request import IDS, require_json
 from router_svc.api.ids import Ids, is_traceable_id
+from router_svc.api.json_pieces import to_json
 from router_svc.api.pages import integer, order, page_object, page_of
 from router_svc.api.responses.backend import ResponsesBackend
 from router_svc.api.responses.followed import send_events
@@ -23,7 +22,6 @@ MAX_LIMIT = 100
 DEFAULT_LIMIT = 20
 #: Time in which a response that was cancelled ends.
 _CANCEL_S = 10.0
-_dumps = partial(json.dumps, ensure_ascii=False)
 
 
 class StoredResponsesApi:
@@ -103,7 +101,7 @@ class StoredResponsesApi:
             items.reverse()
         ids = [item["id"] for item in items]
         shown, has_more = page_of(items, ids, after=request.query.get("after"), limit=limit)
-        return web.json_response(page_object(shown, has_more=has_more), dumps=_dumps)
+        return web.Response(body=to_json(page_object(shown, has_more=has_more)), content_type="application/json")
 
     async def _find(self, request: web.Request) -> ResponseRecord:
         response_id = request.match_info["id"]

@@ -45,7 +45,9 @@ async def test_every_feature_works_with_the_documented_rights(
     settings: dict[str, Any] = {"api_key": ("root",), "api_keys_file": str(keys), "resume_timeout_s": 60.0}
     async with Store(redis_server.url) as admin:
         for name, pattern in (("pdserve", "~pd:*"), ("state", "~pdstate:*")):
-            await admin.call("ACL", "SETUSER", name, "on", ">p@ss:w/rd#", pattern, "resetchannels", *RIGHTS[1:])
+            await admin.call(
+                "ACL", "SETUSER", name, "on", ">p@ss:w/rd#", pattern, "resetchannels", *RIGHTS[1:], "-client"
+            )
         settings["state_url"] = User(redis_server, "state").url
         services: Any = User(redis_server, "pdserve")
         async with in_own_task(open_cluster(services, model_dir, ONE_OF_EACH, **settings)) as cluster:

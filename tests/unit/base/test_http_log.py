@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from pdserve.base.admin import bound_socket, serve_http
-from pdserve.base.http_limits import MAX_FIELD, MAX_FIELDS, MAX_LINE
+from pdserve.base.http_limits import MAX_HEADER_BYTES, MAX_HEADERS, MAX_LINE_BYTES
 from pdserve.base.http_log import ServerLog
 
 SECRET = b"swordfish"
@@ -20,9 +20,9 @@ _START = b"GET / HTTP/1.1\r\nHost: a\r\n"
 BROKEN = {
     "the rest of a body whose Content-Length was too small": (b"My password is swordfish, what is yours?\r\n\r\n", 400),
     "a control character in a key": (_START + b"Authorization: Bearer swordfish\x01\r\n\r\n", 400),
-    "a header that is too long": (_START + b"x-api-key: swordfish" + b"x" * MAX_FIELD + b"\r\n\r\n", 431),
-    "too many headers": (_START + b"x: swordfish\r\n" * MAX_FIELDS + b"\r\n", 431),
-    "a target that is too long": (b"GET /swordfish" + b"x" * MAX_LINE + b" HTTP/1.1\r\nHost: a\r\n\r\n", 431),
+    "a header that is too long": (_START + b"x-api-key: swordfish" + b"x" * MAX_HEADER_BYTES + b"\r\n\r\n", 431),
+    "too many headers": (_START + b"x: swordfish\r\n" * MAX_HEADERS + b"\r\n", 431),
+    "a target that is too long": (b"GET /swordfish" + b"x" * MAX_LINE_BYTES + b" HTTP/1.1\r\nHost: a\r\n\r\n", 431),
 }
 
 
@@ -53,6 +53,27 @@ async def test_what_cannot_be_read_is_logged_and_answered_without_its_text(
     assert SECRET.decode() not in caplog.text
     [record] = [record for record in caplog.records if record.message == "http_unreadable"]
     assert record.fields["count"] == 1  # type: ignore[attr-defined]
+
+
+async def test_headers_without_an_end_are_answered_as_soon_as_they_exceed_their_limit() -> None:
+    """The parser keeps up to 128 of them, each below its own limit: 4 MiB of a stranger's for every connection."""
+    app = web.Application()
+    app.router.add_post("/", _answer)
+    with bound_socket("127.0.0.1", 0, flag="--port") as listener:
+        async with serve_http(app, listener) as address:
+            host, _, port = address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            # A request with a large body before them is none of them.
+            body = b"x" * 300_000
+            writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            await reader.readuntil(b"ok")
+            writer.write(_START)
+            for index in range(4):
+                writer.write(b"X-%d: " % index + b"x" * 30_000 + b"\r\n")
+            head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+    assert head.split()[1] == b"431"
+    assert "65536 for all headers" in json.loads(answer)["error"]
 
 
 def test_a_flood_of_what_cannot_be_read_is_one_line_in_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:

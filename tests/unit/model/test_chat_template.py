@@ -51,20 +51,61 @@ BOTH = (
     "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }};"
     "{% else %}{% for p in m.content %}{{ p.text }};{% endfor %}{% endif %}{% endfor %}"
 )
+FILTERED = (
+    "{% for m in messages %}[{{ m.role }}]"
+    "{{ m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join(';') }};{% endfor %}"
+)
+BY_METHOD = (
+    "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.get('text', '') }};{% endfor %}{% endfor %}"
+)
+SYSTEM_FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + GOES_THROUGH
+TEXT_ALONE = "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}{{ 'text' if false }}"
 
 
 @pytest.mark.parametrize(
     ("source", "of_several"),
-    [(GOES_THROUGH, "one;two;"), (FIRST_OF_CONTENT, "one;"), (BOTH, "one\ntwo;")],
-    ids=["parts", "first", "both"],
+    [
+        (GOES_THROUGH, "one;two;"),
+        (FIRST_OF_CONTENT, "one;"),
+        (BOTH, "one;two;"),
+        (FILTERED, "one;two;"),
+        (BY_METHOD, "one;two;"),
+        (SYSTEM_FIRST, "one;two;"),
+        (TEXT_ALONE, "one\ntwo;"),
+    ],
+    ids=["each", "first", "both", "filtered", "by method", "system first", "text alone"],
 )
-def test_each_form_of_content_reaches_a_template_that_goes_through_either(source: str, of_several: str) -> None:
+def test_each_form_of_content_reaches_a_template_that_shows_either(source: str, of_several: str) -> None:
     """Without the right form, such a template prints nothing of a text, and fails or prints a list of the other."""
-    assert render(source) == "[user]Hello;"
+    system: dict[str, object] = {"role": "system", "content": "s"}
     several = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    calls: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": []}
-    messages: list[dict[str, object]] = [{"role": "user", "content": several}, calls]
-    assert render(source, messages) == f"[user]{of_several}[assistant];"
+    assert render(source, [system, *HELLO]) == "[system]s;[user]Hello;"
+    assert render(source, [system, {"role": "user", "content": several}]) == f"[system]s;[user]{of_several}"
+
+
+def test_a_message_without_text_stays_empty_in_a_template_that_goes_through_content() -> None:
+    """A list of an empty text would be true where the template asks whether there is content."""
+    texts = "{% for p in m.content %}{{ p.text }}{% endfor %}"
+    source = "{% for m in messages %}{% if m.content %}<" + texts + ">{% endif %}{% endfor %}"
+    call: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+    assert render(source, [*HELLO, call, {"role": "assistant", "content": None}]) == "<Hello>"
+
+
+def test_conversations_with_tools_have_the_template_that_is_named_for_them(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with {{ tools }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = ChatTemplate.from_dir(tmp_path)
+    assert (template.source, template.for_tools and template.for_tools.source) == ("plain", "with {{ tools }}")
+    (tmp_path / "chat_template.jinja").write_text("own")
+    assert ChatTemplate.from_dir(tmp_path).for_tools is None
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("own with {{ tools }}")
+    template = ChatTemplate.from_dir(tmp_path)
+    assert (template.source, template.for_tools and template.for_tools.source) == ("own", "own with {{ tools }}")
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named[1:]}))
+    with pytest.raises(SetupError, match="none is named 'default'"):
+        ChatTemplate.from_dir(tmp_path)
 
 
 @pytest.mark.parametrize("item", [{"type": "image_url", "image_url": "x"}, {"type": "text"}, "text", 3])

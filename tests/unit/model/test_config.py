@@ -46,6 +46,8 @@ def test_dimensions_are_read_and_defaults_derived() -> None:
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": "4"}}, "factor is '4'"),
         ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, "short_factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 9e299}}, "factor is 9e+299, but must be at most"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e290}}, "factor is 1e+290, but must be at most"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},

@@ -73,7 +73,7 @@ def _with_splitlines(url: str, body: dict[str, Any]) -> Iterable[str]:
 
 
 def _with_the_html_standard(url: str, body: dict[str, Any]) -> Iterable[str]:
-    """As EventSource and the OpenAI SDKs split lines, from pieces of a single byte each."""
+    """As EventSource splits lines."""
     return re.split("\r\n|\n|\r", _read(url, body, "HTTP/1.1", "Connection: close\r\n", decode_chunks=True))
 
 
@@ -105,6 +105,20 @@ def _with_curl(url: str, body: dict[str, Any]) -> Iterable[str]:
         pytest.skip("curl is not installed")
     command = ["curl", "-sN", "--max-time", "60", url, "-H", "Content-Type: application/json", "-d", json.dumps(body)]
     return subprocess.run(command, check=True, capture_output=True).stdout.decode().splitlines()
+
+
+async def test_the_clients_of_openai_get_it_too(cluster: ScriptedCluster) -> None:
+    cluster.script.replies = [[*TEXT.encode(), END]]
+    async with cluster.client() as client:
+        texts = await client.completions.create(model=NAME, prompt="x", max_tokens=64, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in texts]) == TEXT
+        chat: Any = await client.chat.completions.create(model=NAME, messages=[USER], stream=True)  # type: ignore[list-item]
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in chat]) == TEXT
+        # What the client has sent comes back in the events of a response.
+        events: Any = await client.responses.create(model=NAME, input="x", instructions=TEXT, store=False, stream=True)
+        responses = [event.response async for event in events if hasattr(event, "response")]
+    assert {response.instructions for response in responses} == {TEXT}
+    assert responses[-1].output_text == TEXT
 
 
 READERS = [_with_httpx, _with_requests, _with_splitlines, _with_the_html_standard, _with_http_1_0, _with_curl]

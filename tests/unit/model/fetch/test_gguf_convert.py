@@ -90,6 +90,14 @@ def test_rope_scaling_is_converted(tmp_path: Path) -> None:
     assert (rope.rope_type, rope.factor, rope.original_max_position_embeddings) == ("yarn", 4.0, 128)
 
 
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_factor_without_a_type_scales_linearly_as_in_llama_cpp(tmp_path: Path, key: str) -> None:
+    config = ModelConfig.from_hf(LLAMA)
+    write_model(tmp_path / "model.gguf", "llama", config, random_tensors(config), {key: 4.0})
+    rope = ModelConfig.from_dir(converted(tmp_path)).rope
+    assert (rope.rope_type, rope.factor) == ("linear", 4.0)
+
+
 @pytest.mark.parametrize(
     ("architecture", "extra", "message"),
     [
@@ -114,7 +122,8 @@ def test_an_unsupported_feature_is_named(
 def test_the_sampling_and_every_end_that_a_file_names_are_those_of_the_model(tmp_path: Path) -> None:
     config = ModelConfig.from_hf(LLAMA)
     keys: dict[str, str | float | int] = {
-        "general.sampling.temp": 0.5,
+        "general.sampling.temp": -1.0,
+        "general.sampling.top_p": 0.95,
         "general.sampling.top_k": 20,
         "general.sampling.penalty_repeat": 1.25,
         "tokenizer.ggml.eot_token_id": 3,
@@ -123,7 +132,7 @@ def test_the_sampling_and_every_end_that_a_file_names_are_those_of_the_model(tmp
     write_model(tmp_path / "model.gguf", "llama", config, random_tensors(config), others=keys)
     out = converted(tmp_path)
     defaults = SamplingDefaults.from_dir(out)
-    assert (defaults.temperature, defaults.top_k, defaults.repetition_penalty) == (0.5, 20, 1.25)
+    assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.repetition_penalty) == (0.0, 0.95, 20, 1.25)
     assert ModelConfig.from_dir(out).eos_token_ids == (0, 3, 4)
 
 

@@ -18,6 +18,7 @@ from router_svc.api.ids import Ids
 from router_svc.api.openai.generation_request import GenerationRequest, chat_request, completion_request
 from router_svc.api.openai.schema import ChatBody, CompletionBody
 from router_svc.api.parse import parse_body
+from router_svc.api.sampling_defaults import SamplingDefaults
 from router_svc.api.served_model import ServedModel
 from tests.arch.documents import section, table_rows
 
@@ -31,18 +32,29 @@ ENDPOINTS: dict[str, tuple[type[Body], Make, dict[str, object]]] = {
 REQUIRED = {"model", "prompt", "messages"}
 
 
+#: A model whose files have defaults, so that a field which switches one off differs from none.
+DEFAULTS = SamplingDefaults(
+    temperature=0.5, top_p=0.5, top_k=20, min_p=0.125, repetition_penalty=1.25, min_new_tokens=2, stop_strings=("END",)
+)
+#: Longer than the context with `max_tokens`: a prompt that is truncated differs from one that is refused.
+LONG = "x" * 90
+
+
 @pytest.fixture
 def model(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> ServedModel:
     monkeypatch.setattr(secrets, "randbits", lambda _: 7)
-    return ServedModel.load(model_dir, "tiny")
+    return replace(ServedModel.load(model_dir, "tiny"), defaults=DEFAULTS)
 
 
-async def _request(endpoint: str, fields: dict[str, object], model: ServedModel) -> GenerationRequest | None:
-    """What the router makes of these fields; None: an error."""
+async def _request(endpoint: str, field: str, given: dict[str, object], model: ServedModel) -> GenerationRequest | None:
+    """What the router makes of a request with these fields, of which `field` is tried; None: an error."""
     cls, make, prompt = ENDPOINTS[endpoint]
+    is_long = field == "truncate_prompt_tokens"
+    if is_long:
+        prompt = {name: json.loads(json.dumps(value).replace("x", LONG)) for name, value in prompt.items()}
     try:
-        body = parse_body(cls, json.dumps({"model": "tiny", **prompt, **fields}).encode())
-        made = await make(body, model, Ids(prefix="", header="r"), 100)
+        body = parse_body(cls, json.dumps({"model": "tiny", **prompt, **given}).encode())
+        made = await make(body, model, Ids(prefix="", header="r"), 64 if is_long else 100)
     except RequestError:
         return None
     return replace(made, created=0)
@@ -62,21 +74,21 @@ def _documented() -> dict[tuple[str, str], tuple[set[str], set[str]]]:
 async def test_each_value_requests_nothing_or_something_or_is_refused_as_documented(
     endpoint: str, model: ServedModel
 ) -> None:
-    absent = await _request(endpoint, {}, model)
     fields = ({*ENDPOINTS[endpoint][0].model_fields} | {*UNSUPPORTED}) - REQUIRED
     found = {}
     for field in fields:
-        assert await _request(endpoint, {field: None}, model) == absent, f"{field}: null"
-        made = {text: await _request(endpoint, {field: json.loads(text)}, model) for text in VALUES}
-        nothing = {text for text, request in made.items() if request == absent}
+        absent = await _request(endpoint, field, {}, model)
+        assert await _request(endpoint, field, {field: None}, model) == absent, f"{field}: null"
+        made = {text: await _request(endpoint, field, {field: json.loads(text)}, model) for text in VALUES}
         if kept := {text for text, request in made.items() if request is not None}:
+            nothing = {text for text in kept if made[text] == absent}
             found[endpoint, field] = nothing, kept - nothing
     assert found == {key: values for key, values in _documented().items() if key[0] == endpoint}
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 async def test_fields_without_effect_take_any_value(endpoint: str, model: ServedModel) -> None:
-    absent = await _request(endpoint, {}, model)
+    absent = await _request(endpoint, "", {}, model)
     for field in IGNORED:
         for text in VALUES:
-            assert await _request(endpoint, {field: json.loads(text)}, model) == absent, f"{field}: {text}"
+            assert await _request(endpoint, field, {field: json.loads(text)}, model) == absent, f"{field}: {text}"

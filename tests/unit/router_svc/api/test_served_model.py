@@ -22,6 +22,21 @@ def model() -> ServedModel:
     return ServedModel.load(resolved.path, resolved.served_name)
 
 
+@pytest.mark.parametrize("text", ["i", "end", "|", "im_", "The capital"])
+async def test_an_answer_goes_on_right_behind_a_message_whatever_its_text(model: ServedModel, text: str) -> None:
+    """The template has such texts behind the message, too: those of its special tokens."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
+    whole, continued = [
+        await model.encode_chat(
+            messages, add_generation_prompt=False, add_special_tokens=False, template_kwargs={}, continues=continues
+        )
+        for continues in (False, True)
+    ]
+    shown, end = model.tokenizer.decode(whole, False), f"{text}<|im_end|>\n"
+    assert shown.endswith(end)
+    assert model.tokenizer.decode(continued, False) == shown.removesuffix("<|im_end|>\n")
+
+
 class WatchedTokenizer:
     """A tokenizer that notes whether the event loop ran a callback during `encode`, which takes `grace_s` longer."""
 
