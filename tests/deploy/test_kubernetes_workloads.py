@@ -13,7 +13,19 @@ from pdserve import __version__
 from pdserve.base.admin import Health, health_routes
 from pdserve.cli.__main__ import COMMANDS
 from router_svc.config import RouterConfig
-from tests.deploy.manifests import NAMES, Service, Workload, documents, module_of, selects, services, title, workloads
+from tests.deploy.manifests import (
+    NAMES,
+    Object,
+    Service,
+    Workload,
+    documents,
+    module_of,
+    selects,
+    services,
+    title,
+    workloads,
+)
+from tests.deploy.render import ROOT
 
 #: What the manifests consist of: nothing that needs rights beyond a namespace, the namespace itself apart.
 ALLOWED_KINDS = {
@@ -98,6 +110,10 @@ def test_every_tier_has_one_disruption_budget_and_services_find_their_pods(name:
         assert {port["port"] for port in service["spec"]["ports"]} <= numbers
 
 
+def has_gpu(container: Object) -> bool:
+    return "nvidia.com/gpu" in container["resources"]["limits"]
+
+
 @pytest.mark.parametrize("workload", ALL_WORKLOADS, ids=workload_id)
 def test_pods_meet_the_restricted_level_and_more(workload: Workload) -> None:
     spec = workload.spec
@@ -115,11 +131,25 @@ def test_pods_meet_the_restricted_level_and_more(workload: Workload) -> None:
     for container in workload.all_containers:
         context = container["securityContext"]
         assert context["allowPrivilegeEscalation"] is False
-        assert context["readOnlyRootFilesystem"] is True
+        # The NVIDIA Container Toolkit's hooks write into the root file system of a container with a GPU.
+        assert context["readOnlyRootFilesystem"] is not has_gpu(container)
         assert context["capabilities"]["drop"] == ["ALL"]
         assert set(context["capabilities"].get("add", ())) <= MAX_CAPABILITIES.get(workload.render, set())
         assert not {"privileged", "runAsUser", "procMount"} & context.keys()
         assert "hostPort" not in {key for port in container.get("ports", ()) for key in port}
+
+
+def test_a_container_of_the_image_for_gpus_that_needs_none_gets_none() -> None:
+    """The image asks for all GPUs of its node, and the hook that gives them fails on a read-only root."""
+    image = (ROOT / "compose/Dockerfile").read_text(encoding="utf-8")
+    assert "NVIDIA_VISIBLE_DEVICES=all" in image
+    found: dict[str, list[str]] = {name: [] for name in ("gpu", "rdma")}
+    for workload in (each for name in found for each in workloads(name)):
+        for container in workload.all_containers:
+            if container["image"].startswith("pdserve-cuda:") and not has_gpu(container):
+                assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in container["env"], workload.title
+                found[workload.render].append(container["name"])
+    assert all(sorted(names) == ["fetch", "wait-for-model", "wait-for-model"] for names in found.values())
 
 
 @pytest.mark.parametrize("workload", ALL_WORKLOADS, ids=workload_id)
