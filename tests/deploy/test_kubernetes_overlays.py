@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from tests.deploy.manifests import LOADER, Workload, config_map, documents, of_kind, selects, services, title, workloads
-from tests.deploy.render import MONITORING
+from tests.deploy.render import K8S, MONITORING, RENDERED
 from tests.deploy.secret_policy import OWN_REDIS, OWN_STATE, PASSWORD_FILE, STATE_PASSWORD_FILE
 
 
@@ -53,10 +53,18 @@ def test_a_pair_shares_processes_and_has_the_containers_of_both_tiers() -> None:
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert without(container[kind], "httpGet") == without(alone[kind], "httpGet")
         # Pods cannot copy from each other's memory, workers of one pod can.
-        base_names = [each["name"] for each in alone["env"]]
-        assert "UCX_TLS" in base_names
-        assert [each["name"] for each in container["env"]] == [name for name in base_names if name != "UCX_TLS"]
+        variables, base_variables = (sorted(each["name"] for each in other["env"]) for other in (container, alone))
+        assert variables == [name for name in base_variables if name != "UCX_TLS"]
+        assert variables != base_variables
     assert not {"StatefulSet/pdserve-prefill", "StatefulSet/pdserve-decode"} & set(map(title, documents("same-pod")))
+
+
+def test_the_pod_of_a_worker_is_written_once() -> None:
+    files = [path for path in K8S.rglob("*.yaml") if not path.is_relative_to(RENDERED)]
+    texts = {str(path.relative_to(K8S)): path.read_text(encoding="utf-8") for path in files}
+    for line in ("name: UCX_TCP_PORT_RANGE", "claimName: pdserve-models", "mountPath: /run/secrets/pdserve-peer"):
+        owners = {name for name, text in texts.items() if line in text}
+        assert owners - {"base/front/router.yaml", "base/model/fetch-model.yaml"} == {"base/workers/pod.yaml"}, line
 
 
 def test_a_next_release_runs_alongside_the_base_and_serves_the_same_model_name() -> None:
