@@ -17,7 +17,7 @@ from decode_svc.config import DecodeConfig
 from pdserve.base.config import add_options, from_arguments
 from prefill_svc.config import PrefillConfig
 from router_svc.config import RouterConfig
-from tests.deploy.render import RENDERED, overlays
+from tests.deploy.render import overlays, rendered
 
 Object = dict[str, Any]
 
@@ -34,8 +34,7 @@ _URL = "redis://:{password}@redis.example:6379"
 @cache
 def documents(name: str) -> tuple[Object, ...]:
     """The objects of a render."""
-    text = (RENDERED / f"{name}.yaml").read_text(encoding="utf-8")
-    return tuple(document for document in yaml.load_all(text, Loader=LOADER) if document)
+    return tuple(document for document in yaml.load_all(rendered(name), Loader=LOADER) if document)
 
 
 def of_kind(name: str, *kinds: str) -> list[Object]:

@@ -16,18 +16,21 @@ from tests.deploy.render import (
     MONITORING,
     RENDERED,
     ROOT,
+    difference_of,
     digest,
     monitoring_files,
     overlays,
+    patched,
     render,
     rendered_digest,
     sources,
+    without_dashboards,
 )
 from tests.support.tools import tool
 
 
 def test_every_overlay_was_rendered_after_its_last_change() -> None:
-    assert {path.stem for path in RENDERED.glob("*.yaml")} == set(NAMES)
+    assert sorted(path.stem for path in RENDERED.iterdir()) == NAMES
     stale = [name for name, directory in overlays().items() if rendered_digest(name) != digest(directory)]
     assert stale == [], "run `make render`"
 
@@ -52,6 +55,34 @@ def test_generated_files_of_the_monitoring_overlay_are_those_of_its_rules_and_da
         assert path.read_text(encoding="utf-8") == text, f"{path.relative_to(ROOT)}: run `make render`"
 
 
+def test_overlays_are_kept_as_their_difference_from_the_base_and_dashboards_once() -> None:
+    whole = {path.name for path in RENDERED.glob("*.yaml")}
+    assert whole == {"base.yaml", "monitoring.yaml", "next-release.yaml"}
+    assert '"panels"' not in (RENDERED / "monitoring.yaml").read_text(encoding="utf-8")
+    assert '"panels"' in next(iter((MONITORING / "dashboards").glob("*.json"))).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("a\nb\nc\n", "a\nc\n"),
+        ("a\nb\nc\n", "x\na\nb\nc\ny\n"),
+        ("a\nb\nc\n", "a\nB\nb\nC\n"),
+        ("a\n---\n- b\n", "a\n--- c\n+++ b\n"),
+        ("a\n", "a\n"),
+        ("", "a\n"),
+        ("a\n", ""),
+    ],
+)
+def test_a_difference_gives_the_new_text_back(old: str, new: str) -> None:
+    assert patched(old, difference_of(old, new)) == new
+
+
+def test_a_difference_from_another_text_is_refused() -> None:
+    with pytest.raises(AssertionError, match="line 2"):
+        patched("a\nx\n", difference_of("a\nb\n", "a\n"))
+
+
 @pytest.fixture(scope="module")
 def kubectl() -> Path:
     path = tool("kubectl")
@@ -64,5 +95,6 @@ def kubectl() -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kustomize_renders_the_same_objects(kubectl: Path, name: str) -> None:
-    now = [document for document in yaml.load_all(render(kubectl, overlays()[name]), Loader=LOADER) if document]
+    text = without_dashboards(render(kubectl, overlays()[name]))
+    now = [document for document in yaml.load_all(text, Loader=LOADER) if document]
     assert now == list(documents(name)), "run `make render`"

@@ -17,18 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from benchmarks.environment import describe
-from tests.arch.documents import ROOT
 from tests.deploy.autoscaling.hpa import SYNC_S, Autoscaler
 from tests.deploy.autoscaling.load import LoadDriver, Step
 from tests.deploy.autoscaling.prometheus import Prometheus, running_prometheus
+from tests.deploy.manifests import of_kind
 from tests.support.cluster import MODEL, Cluster, running_cluster
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
-MANIFESTS = ROOT / "k8s/rendered/keda.yaml"
 SCRAPE_INTERVAL_S = 5
 #: Sequences that the decode worker runs. Clients beyond them wait at the router.
 MAX_NUM_SEQS = 16
@@ -74,11 +72,9 @@ class Observation:
 
 def scaled_objects() -> dict[str, dict[str, Any]]:
     """The specifications of the shipped ScaledObjects by tier, for tiers that begin with one worker as this cluster."""
-    documents = yaml.safe_load_all(MANIFESTS.read_text(encoding="utf-8"))
     return {
         document["metadata"]["labels"]["app.kubernetes.io/component"]: document["spec"] | {"minReplicaCount": 1}
-        for document in documents
-        if document["kind"] == "ScaledObject"
+        for document in of_kind("keda", "ScaledObject")
     }
 
 
