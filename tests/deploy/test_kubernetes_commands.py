@@ -152,8 +152,9 @@ async def test_what_the_base_starts_wants_a_key_and_answers_operators_and_promet
             (f"http://{decode.address}:9100/metrics", None): 200,
         }
         assert {key: await asyncio.to_thread(status_of, *key) for key in expected} == expected
+        pdserve = str(Path(sys.executable).parent / "pdserve")
         for command in ("status", "doctor"):
-            words = [str(Path(sys.executable).parent / "pdserve"), command, "--base-url", admin]
+            words = [pdserve, command, "--base-url", admin]
             refused = await run_in(node, router.container, words)
             assert "API key" in refused.stderr + refused.stdout
             answer = await run_in(node, router.container, [*words, "--api-key", node.api_key])
@@ -162,6 +163,10 @@ async def test_what_the_base_starts_wants_a_key_and_answers_operators_and_promet
             assert answer.returncode < 2, answer.stdout
         # Facts and a test transfer, which workers give to processes with the cluster secret and a certificate alone.
         assert f"{prefill.name} to {decode.name}: " in answer.stdout
+        for words in (["drain", "--force", decode.name], ["drain", "--undo", decode.name], ["rebalance"]):
+            command = [pdserve, *words, "--base-url", admin, "--api-key", node.api_key]
+            answer = await run_in(node, router.container, command)
+            assert answer.returncode == 0, answer.stderr
         # A port of a worker speaks to none without a certificate of the cluster.
         stranger = ssl.create_default_context()
         stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-import tomllib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 
 from pdserve.cli.__main__ import COMMANDS
 from pdserve.cli.cluster_secrets.contents import new_secrets
-from pdserve.cli.doctor import DoctorConfig
 from router_svc.config import RouterConfig
 from tests.deploy.manifests import NAMES, Object, Workload, config_map, documents, of_kind, selects, services, workloads
 from tests.deploy.secret_policy import PEER_NAME, faults, secret_of
@@ -275,21 +273,6 @@ def test_prometheus_reads_routers_on_the_admin_port_with_the_key_for_metrics() -
             assert service.ports[endpoint["port"]] == service.config.admin_port
     # Workers get no key that they have not asked for.
     assert all("authorization" not in each for each in monitors["pdserve-workers"]["podMetricsEndpoints"])
-
-
-def test_commands_in_a_routers_container_know_the_admin_port_and_what_workers_ask_for() -> None:
-    [router] = [each for each in services("base") if isinstance(each.config, RouterConfig)]
-    [text] = [each["data"]["doctor.toml"] for each in of_kind("base", "ConfigMap") if "doctor.toml" in each["data"]]
-    settings = {key.replace("-", "_"): value for key, value in tomllib.loads(text).items()}
-    assert settings.keys() <= {field.name for field in dataclasses.fields(DoctorConfig)}
-    admin = f"http://127.0.0.1:{router.config.admin_port}"
-    for name, value in settings.items():
-        if name.startswith("peer_ssl_") or name == "cluster_secret_file":
-            assert value == getattr(router.config, name)
-    assert settings["base_url"] == admin
-    variables = {each["name"]: each.get("value") for each in router.container["env"]}
-    assert {variables[f"PDSERVE_{command}__BASE_URL"] for command in ("STATUS", "TRACE")} == {admin}
-    assert variables["PDSERVE_DOCTOR__CONFIG"] == "/etc/pdserve/doctor.toml"
 
 
 def test_the_admin_port_is_in_no_service() -> None:
