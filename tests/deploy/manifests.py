@@ -24,7 +24,15 @@ Object = dict[str, Any]
 #: The loader in C, where PyYAML has it: some renders are long.
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 NAMES = sorted(overlays())
-CONFIGS: dict[str, type[Any]] = {"router_svc": RouterConfig, "prefill_svc": PrefillConfig, "decode_svc": DecodeConfig}
+#: Settings by what a container runs. Workers that change their role have those of decode workers.
+CONFIGS: dict[str, type[Any]] = {
+    "router_svc": RouterConfig,
+    "prefill_svc": PrefillConfig,
+    "decode_svc": DecodeConfig,
+    "worker_svc.prefill": DecodeConfig,
+    "worker_svc.decode": DecodeConfig,
+}
+WORKERS = ("prefill_svc", "decode_svc")
 #: Values for what a pod knows only when it runs.
 _POD = {"metadata.name": "pod-0", "metadata.namespace": "ns", "status.podIP": "10.0.0.7"}
 #: The URL in a Secret of the user's own.
@@ -113,7 +121,10 @@ class Service:
 
     workload: Workload
     container: Object
+    #: What it runs; of a worker that changes its role, the service of the tier in which it starts.
     module: str
+    #: What it is at any time.
+    roles: frozenset[str]
     config: Any
 
     @property
@@ -144,10 +155,21 @@ def services(name: str) -> tuple[Service, ...]:
 def services_of(workload: Workload) -> list[Service]:
     """The same for one workload."""
     return [
-        Service(workload=workload, container=container, module=module, config=_config(workload, container))
+        Service(
+            workload=workload,
+            container=container,
+            module=_service_of(module),
+            roles=frozenset(WORKERS if module.startswith("worker_svc.") else {module}),
+            config=_config(workload, container, module),
+        )
         for container in workload.containers
-        if (module := module_of(container)) in CONFIGS
+        if (module := module_of(container)) in CONFIGS and module is not None
     ]
+
+
+def _service_of(module: str) -> str:
+    package, _, tier = module.partition(".")
+    return f"{tier}_svc" if tier else package
 
 
 def module_of(container: Object) -> str | None:
@@ -202,23 +224,22 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
     return re.sub(r"\$\((\w+)\)", lambda match: variables[match[1]], text)
 
 
-def _config(workload: Workload, container: Object) -> Any:
+def _config(workload: Workload, container: Object, module: str) -> Any:
     """The settings from arguments, environment and config file, read by the service's own loader."""
-    name, module = workload.render, module_of(container)
-    assert module is not None
+    name, service = workload.render, _service_of(module)
     variables = environment(name, container)
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     add_options(parser, CONFIGS[module])
     arguments, unknown = parser.parse_known_args([expanded(each, variables) for each in container["args"]])
     assert unknown == [], f"{workload.title}: {unknown}"
-    path = Path(arguments.config)
+    path = Path(arguments.config or variables[f"PDSERVE_{service.removesuffix('_svc').upper()}__CONFIG"])
     [mount] = [each for each in container["volumeMounts"] if each["mountPath"] == str(path.parent)]
     [volume] = [each for each in workload.spec["volumes"] if each["name"] == mount["name"]]
     with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
         file.write(config_map(name, volume["configMap"]["name"])[path.name])
         file.flush()
         arguments.config = file.name
-        return from_arguments(CONFIGS[module], module, arguments, variables)
+        return from_arguments(CONFIGS[module], service, arguments, variables)
 
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:

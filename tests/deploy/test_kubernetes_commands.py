@@ -163,7 +163,8 @@ async def test_what_the_base_starts_wants_a_key_and_answers_operators_and_promet
             assert answer.returncode < 2, answer.stdout
         # Facts and a test transfer, which workers give to processes with the cluster secret and a certificate alone.
         assert f"{prefill.name} to {decode.name}: " in answer.stdout
-        for words in (["drain", "--force", decode.name], ["drain", "--undo", decode.name], ["rebalance"]):
+        commands = ("drain --force {}", "drain --undo {}", "role --force {} prefill", "role {} decode", "rebalance")
+        for words in (each.format(decode.name).split() for each in commands):
             command = [pdserve, *words, "--base-url", admin, "--api-key", node.api_key]
             answer = await run_in(node, router.container, command)
             assert answer.returncode == 0, answer.stderr

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.deploy.connections import OPENERS, connections, openers
-from tests.deploy.manifests import NAMES, Object, Workload, documents, of_kind, selects, services, workloads
+from tests.deploy.manifests import NAMES, WORKERS, Object, Workload, documents, of_kind, selects, services, workloads
 
 PORTS = {service.module: service.ports for service in services("base")}
 [UCX_RANGE] = {
@@ -22,7 +22,6 @@ UCX = tuple(map(int, UCX_RANGE.split("-")))
 WORKER, STREAM, HTTP = PORTS["decode_svc"]["grpc"], PORTS["decode_svc"]["stream"], PORTS["decode_svc"]["http"]
 API, GRPC, ADMIN = (PORTS["router_svc"][name] for name in ("http", "grpc", "admin"))
 REDIS = 6379
-TIERS = ("prefill_svc", "decode_svc")
 MONITORING = {"kubernetes.io/metadata.name": "monitoring"}
 
 #: Renders with pods of a cluster and policies of their own.
@@ -38,7 +37,7 @@ def _flows(name: str) -> Iterator[tuple[str, str, int]]:
         if client.module == "router_svc" and name != "external-state":
             yield owner, "state", REDIS
         for server in services(name):
-            for kind in {kind for *pair, kind in connections() if pair == [client.module, server.module]}:
+            for kind in {kind for a, b, kind in connections() if a in client.roles and b in server.roles}:
                 # Containers of one pod have names of their own for their ports.
                 ports = [port for key, port in server.ports.items() if key.endswith(kind)]
                 for port in UCX if kind == "kv" else ports:
@@ -89,7 +88,7 @@ def allows(
 def test_the_code_has_the_paths_that_are_known_to_exist_and_opens_connections_nowhere_else() -> None:
     """Fails when a path is renamed, or made of something else, so that `connections` does not see it."""
     prompts, replicas = ("router_svc", "prefill_svc", "grpc"), ("decode_svc", "decode_svc", "grpc")
-    blocks = {(sender, receiver, "kv") for sender in TIERS for receiver in TIERS}
+    blocks = {(sender, receiver, "kv") for sender in WORKERS for receiver in WORKERS}
     assert {prompts, replicas, ("router_svc", "decode_svc", "stream"), *blocks} <= connections()
     assert openers() == OPENERS
 

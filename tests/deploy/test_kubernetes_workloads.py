@@ -15,6 +15,7 @@ from pdserve.cli.__main__ import COMMANDS
 from router_svc.config import RouterConfig
 from tests.deploy.manifests import (
     NAMES,
+    WORKERS,
     Object,
     Service,
     Workload,
@@ -190,12 +191,20 @@ def test_a_service_gets_settings_that_it_accepts_and_listens_on_its_containers_p
         assert (config.port, config.effective_grpc_port) == (RouterConfig(model=(), redis_url="").port, 8001)
         return
     numbers = {"grpc": config.grpc_port, "http": config.http_port}
-    if service.module == "decode_svc":
+    if "decode_svc" in service.roles:
         numbers["stream"] = config.stream_port
     assert {name.rpartition("-")[2]: port for name, port in service.ports.items()} == numbers
     assert config.host == "10.0.0.7"
     assert config.worker_id.startswith("pod-0")
     assert config.threads == int(service.container["resources"]["limits"]["cpu"])
+
+
+def test_workers_change_their_role_where_they_can() -> None:
+    """`worker_svc.service.RolesService` refuses the others, and `pdserve role` refuses workers with one role."""
+    for service in ALL_SERVICES:
+        if not isinstance(config := service.config, RouterConfig):
+            can = (config.device, config.tensor_parallel_size, config.transport) == ("cpu", 1, "ucx")
+            assert service.roles == (set(WORKERS) if can else {service.module}), service.title
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"monitoring"}))
