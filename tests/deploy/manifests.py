@@ -188,10 +188,10 @@ def config_map(name: str, config_name: str) -> dict[str, str]:
 def environment(name: str, container: Object) -> dict[str, str]:
     """The variables of a container, with values for what only a running pod knows."""
     found: dict[str, str] = {}
-    for variable in container.get("env", ()):
-        found[variable["name"]] = expanded(_value(name, container, variable), found)
     for source in container.get("envFrom", ()):
         found |= config_map(name, source["configMapRef"]["name"])
+    for variable in container.get("env", ()):
+        found[variable["name"]] = expanded(_value(name, container, variable), found)
     return found
 
 

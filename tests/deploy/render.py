@@ -48,7 +48,7 @@ def sources(directory: Path) -> set[Path]:
 
 
 def _references(kustomization: dict[str, Any]) -> Iterator[str]:
-    for key in ("resources", "components", "configurations", "crds"):
+    for key in ("resources", "components", "configurations", "crds", "transformers"):
         yield from kustomization.get(key, ())
     for patch in kustomization.get("patches", ()):
         if "path" in patch:

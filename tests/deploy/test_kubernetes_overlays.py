@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from tests.arch.documents import code_blocks
 from tests.deploy.manifests import LOADER, Workload, config_map, documents, of_kind, selects, services, title, workloads
 from tests.deploy.render import K8S, MONITORING, RENDERED
 from tests.deploy.secret_policy import OWN_REDIS, OWN_STATE, PASSWORD_FILE, STATE_PASSWORD_FILE
@@ -93,7 +94,7 @@ def test_a_next_release_runs_alongside_the_base_and_serves_the_same_model_name()
 
 
 def test_gpu_workers_have_a_gpu_for_each_rank_and_shared_memory() -> None:
-    for name in ("gpu", "rdma"):
+    for name in ("gpu", "rdma", "example"):
         for service in services(name):
             if service.module == "router_svc":
                 continue
@@ -101,10 +102,23 @@ def test_gpu_workers_have_a_gpu_for_each_rank_and_shared_memory() -> None:
             assert limits == service.container["resources"]["requests"]
             assert int(limits["nvidia.com/gpu"]) == service.config.tensor_parallel_size
             assert service.config.device == "cuda"
-            assert service.container["image"].startswith("pdserve-cuda:")
+            assert "pdserve-cuda:" in service.container["image"]
             [shm] = [each for each in service.workload.spec["volumes"] if each["name"] == "shm"]
             assert shm["emptyDir"]["medium"] == "Memory"
             assert ("rdma/hca" in limits) == (name == "rdma")
+
+
+def test_the_page_shows_the_example_and_its_settings_reach_workers() -> None:
+    text = (K8S / "overlays/example/kustomization.yaml").read_text(encoding="utf-8")
+    assert text[text.index("apiVersion") :] in code_blocks("docs/operations/kubernetes.md", "yaml")
+    settings = {service.module: service.config for service in services("example")}
+    assert set(settings["router_svc"].models) == {"qwen3-8b"}
+    prefill, decode = settings["prefill_svc"], settings["decode_svc"]
+    assert (prefill.model_name, decode.model_name) == ("qwen3-8b", "qwen3-8b")
+    assert (prefill.max_model_len, decode.max_model_len) == (32768, 32768)
+    assert (prefill.tensor_parallel_size, decode.tensor_parallel_size) == (1, 2)
+    assert decode.max_num_seqs == 128
+    assert {each["metadata"]["namespace"] for each in documents("example")} == {"llm"}
 
 
 def test_an_external_redis_replaces_ours() -> None:
