@@ -7,8 +7,20 @@ from typing import Any
 
 import yaml
 
+from kvtransfer.transport.path import excluded_paths
 from tests.arch.documents import code_blocks
-from tests.deploy.manifests import LOADER, Workload, config_map, documents, of_kind, selects, services, title, workloads
+from tests.deploy.manifests import (
+    LOADER,
+    Workload,
+    config_map,
+    documents,
+    environment,
+    of_kind,
+    selects,
+    services,
+    title,
+    workloads,
+)
 from tests.deploy.render import K8S, MONITORING, RENDERED
 from tests.deploy.secret_policy import OWN_REDIS, OWN_STATE, PASSWORD_FILE, STATE_PASSWORD_FILE
 
@@ -58,6 +70,25 @@ def test_a_pair_shares_processes_and_has_the_containers_of_both_tiers() -> None:
         assert variables == [name for name in base_variables if name != "UCX_TLS"]
         assert variables != base_variables
     assert not {"StatefulSet/pdserve-prefill", "StatefulSet/pdserve-decode"} & set(map(title, documents("same-pod")))
+
+
+def test_a_pair_on_gpus_shares_them_so_that_kv_may_take_nvlink() -> None:
+    """CUDA IPC needs that each process sees both GPUs and the other process; UCX_TLS must not exclude it."""
+    pair = tier("same-pod-gpu", "pair")
+    assert pair.spec["shareProcessNamespace"] is True
+    [template] = of_kind("same-pod-gpu", "ResourceClaimTemplate")
+    [claim] = pair.spec["resourceClaims"]
+    assert claim["resourceClaimTemplateName"] == template["metadata"]["name"]
+    [request] = template["spec"]["spec"]["devices"]["requests"]
+    workers = [service for service in services("same-pod-gpu") if service.module != "router_svc"]
+    assert request["exactly"]["count"] == len(workers)
+    assert {service.config.device for service in workers} == {f"cuda:{number}" for number in range(len(workers))}
+    for service in workers:
+        assert service.container["resources"]["claims"] == [{"name": claim["name"]}]
+        assert "nvidia.com/gpu" not in service.container["resources"]["limits"]
+        assert service.config.handover_memory == "device"
+        variables = environment("same-pod-gpu", service.container)
+        assert excluded_paths(variables.get("UCX_TLS")) == frozenset()
 
 
 def test_the_pod_of_a_worker_is_written_once() -> None:

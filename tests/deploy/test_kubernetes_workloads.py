@@ -40,6 +40,7 @@ ALLOWED_KINDS = {
         "Issuer",
         "PodMonitor",
         "PrometheusRule",
+        "ResourceClaimTemplate",
         "ScaledObject",
     ),
 }
@@ -112,7 +113,7 @@ def test_every_tier_has_one_disruption_budget_and_services_find_their_pods(name:
 
 
 def has_gpu(container: Object) -> bool:
-    return "nvidia.com/gpu" in container["resources"]["limits"]
+    return "nvidia.com/gpu" in container["resources"]["limits"] or "claims" in container["resources"]
 
 
 @pytest.mark.parametrize("workload", ALL_WORKLOADS, ids=workload_id)
@@ -144,13 +145,17 @@ def test_a_container_of_the_image_for_gpus_that_needs_none_gets_none() -> None:
     """The image asks for all GPUs of its node, and the hook that gives them fails on a read-only root."""
     image = (ROOT / "compose/Dockerfile").read_text(encoding="utf-8")
     assert "NVIDIA_VISIBLE_DEVICES=all" in image
-    found: dict[str, list[str]] = {name: [] for name in ("gpu", "rdma")}
+    found: dict[str, list[str]] = {name: [] for name in ("gpu", "rdma", "same-pod-gpu")}
     for workload in (each for name in found for each in workloads(name)):
         for container in workload.all_containers:
             if container["image"].startswith("pdserve-cuda:") and not has_gpu(container):
                 assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in container["env"], workload.title
                 found[workload.render].append(container["name"])
-    assert all(sorted(names) == ["fetch", "wait-for-model", "wait-for-model"] for names in found.values())
+    assert {name: sorted(containers) for name, containers in found.items()} == {
+        "gpu": ["fetch", "wait-for-model", "wait-for-model"],
+        "rdma": ["fetch", "wait-for-model", "wait-for-model"],
+        "same-pod-gpu": ["fetch", "wait-for-model"],
+    }
 
 
 @pytest.mark.parametrize("workload", ALL_WORKLOADS, ids=workload_id)
@@ -215,8 +220,10 @@ def test_services_of_one_cluster_agree(name: str) -> None:
     for setting in ("redis_url", "drain_timeout_s"):
         assert len({getattr(config, setting) for config in configs}) == 1, setting
     workers = [config for config in configs if not isinstance(config, RouterConfig)]
-    for setting in ("model", "dtype", "block_size", "device", "transport", "quantization", "kv_cache_dtype"):
+    for setting in ("model", "dtype", "block_size", "transport", "quantization", "kv_cache_dtype", "handover_memory"):
         assert len({getattr(config, setting) for config in workers}) == 1, setting
+    # Which GPU, where they share a pod, is each worker's own.
+    assert len({config.device.partition(":")[0] for config in workers}) == 1
 
 
 @pytest.mark.parametrize("service", ALL_SERVICES, ids=service_id)
@@ -237,7 +244,7 @@ def test_probes_see_hangs_and_leave_time_to_load(service: Service) -> None:
     # A router's readiness needs workers, which may take any time.
     assert startup["httpGet"]["path"] == ("/livez" if is_router else "/readyz")
     budget_s = startup["periodSeconds"] * startup["failureThreshold"]
-    on_gpu = not is_router and service.config.device == "cuda"
+    on_gpu = not is_router and service.config.device.startswith("cuda")
     assert budget_s >= (120 if is_router else 3600 if on_gpu else 600)
     assert live["periodSeconds"] * live["failureThreshold"] >= 30
     if not is_router:
