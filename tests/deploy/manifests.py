@@ -96,6 +96,8 @@ def _workloads(name: str) -> Iterator[Workload]:
         match document["kind"]:
             case "Deployment" | "StatefulSet":
                 yield _workload(name, title(document), spec["template"], spec["selector"]["matchLabels"], spec)
+            case "DaemonSet":
+                yield _workload(name, title(document), spec["template"], spec["selector"]["matchLabels"], {})
             case "Job":
                 yield _workload(name, title(document), spec["template"], None, {"replicas": 1})
             case "DisaggregatedSet":

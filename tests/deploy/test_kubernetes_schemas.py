@@ -19,7 +19,7 @@ from tests.deploy.test_kubernetes_workloads import ALLOWED_KINDS
 
 OLDEST, NEWEST = "1.30", "1.37"
 #: Overlays that need a newer version than the base.
-OLDEST_OF = {"same-pod-gpu": "1.34"}
+OLDEST_OF = {"models-image": "1.35", "same-pod-gpu": "1.34"}
 #: Our own schemas, of the fields that our objects have.
 CUSTOM = {path.stem for path in (Path(__file__).parent / "schemas").glob("*.json")}
 _SCHEMAS = importlib.resources.files("kubernetes_validate") / "kubernetes-json-schema"

@@ -31,7 +31,7 @@ from tests.deploy.render import ROOT
 #: What the manifests consist of: nothing that needs rights beyond a namespace, the namespace itself apart.
 ALLOWED_KINDS = {
     *("ConfigMap", "Deployment", "Job", "PersistentVolumeClaim", "PodDisruptionBudget", "Service", "StatefulSet"),
-    *("HorizontalPodAutoscaler", "Namespace", "NetworkPolicy", "Role", "RoleBinding", "ServiceAccount"),
+    *("DaemonSet", "HorizontalPodAutoscaler", "Namespace", "NetworkPolicy", "Role", "RoleBinding", "ServiceAccount"),
     *(
         "Certificate",
         "DisaggregatedSet",
@@ -47,7 +47,10 @@ ALLOWED_KINDS = {
 TIERS = ("router", "prefill", "decode", "pair")
 PRE_STOP_S, TEARDOWN_S = 15, 15
 MAX_CAPABILITIES = {"rdma": {"IPC_LOCK"}}
-VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
+VOLUMES = {"configMap", "emptyDir", "image", "persistentVolumeClaim", "secret"}
+#: The overlay with models on the disks of nodes, which one pod of each node writes as root.
+MAX_VOLUMES = {"models-per-node": VOLUMES | {"hostPath"}}
+ROOT_PODS = {"models-per-node: DaemonSet/pdserve-models"}
 
 ALL_WORKLOADS = [workload for name in NAMES for workload in workloads(name)]
 ALL_SERVICES = [service for name in NAMES for service in services(name)]
@@ -125,11 +128,12 @@ def test_pods_meet_the_restricted_level_and_more(workload: Workload) -> None:
     # Otherwise Kubernetes adds variables for each Service of the namespace.
     assert spec["enableServiceLinks"] is False
     pod = spec["securityContext"]
-    assert pod["runAsNonRoot"] is True
-    assert pod["runAsUser"] > 0
+    if workload.title not in ROOT_PODS:
+        assert pod["runAsNonRoot"] is True
+        assert pod["runAsUser"] > 0
     assert pod["seccompProfile"] == {"type": "RuntimeDefault"}
     for volume in spec.get("volumes", ()):
-        assert volume.keys() - {"name"} <= VOLUMES
+        assert volume.keys() - {"name"} <= MAX_VOLUMES.get(workload.render, VOLUMES)
     for container in workload.all_containers:
         context = container["securityContext"]
         assert context["allowPrivilegeEscalation"] is False
@@ -304,6 +308,8 @@ def test_other_containers_run_commands_of_ours_or_of_their_image() -> None:
             command = container.get("command", [])
             if command[:1] == ["pdserve"]:
                 assert command[1] in COMMANDS
+            elif command == ["sleep", "infinity"]:
+                assert "DaemonSet" in workload.title
             elif command[:1] == ["sh"]:
                 words = command[2].split()
                 assert "pdserve" not in words or words[words.index("pdserve") + 1] in COMMANDS
