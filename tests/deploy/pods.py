@@ -91,7 +91,7 @@ class Node:
         self._directory = directory
         self._pods: list[Pod] = []
         #: Directories and addresses of the manifests, and what they are here.
-        self._here = {"/models": str(self.models), "--dir /data": f"--dir {directory}"}
+        self._here = {"/models": str(self.models)}
 
     def command(self, render: str, container: Object, **pod: str) -> list[str]:
         """The container's command line, with this machine's paths."""
@@ -115,13 +115,24 @@ class Node:
 
     async def start_redis(self) -> None:
         """Runs Redis and the store of responses, which the pods that start later use."""
-        for component, (there, password_file) in _REDIS.items():
+        for component, (there, _) in _REDIS.items():
             redis = self.start("base", component)
             self._here[there] = f"{redis.address}:6379"
             await wait_until_ready(
-                self._translated(f"redis://{there}?password_file={password_file}"),
+                self.url_of(component),
                 has_ended=lambda process=redis.process: process.poll() is not None,  # type: ignore[misc]
             )
+
+    def url_of(self, component: str) -> str:
+        """The URL of Redis, or of the store of responses, once it was started."""
+        there, password_file = _REDIS[component]
+        return self._translated(f"redis://{there}?password_file={password_file}")
+
+    def kill_all(self) -> None:
+        """Ends all pods without notice."""
+        for pod in self._pods:
+            pod.process.kill()
+            pod.process.wait(60)
 
     def start(self, render: str, component: str, number: int = 0, **settings: str) -> Pod:
         """Runs a pod of a tier. `settings` are variables of its service."""
@@ -129,6 +140,9 @@ class Node:
         [container] = workload.containers
         self._mount_secrets(workload, container)
         self._write_config(render)
+        data = self._directory / f"{component}-data"
+        data.mkdir(exist_ok=True)
+        self._here["--dir /data"] = f"--dir {data}"
         address = f"127.{os.getpid() >> 8 & 127}.{os.getpid() & 255}.{len(self._pods) + 2}"
         name = f"{render}-{component}-{number}"
         log = self._directory / f"{name}.log"

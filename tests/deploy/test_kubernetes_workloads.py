@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
 
 import pytest
@@ -279,27 +278,6 @@ def test_rollouts_keep_routers_and_all_workers_but_one() -> None:
             assert spec["updateStrategy"] == {"type": "RollingUpdate"}
         if title(document) == "StatefulSet/pdserve-decode":
             assert spec["replicas"] >= 2
-
-
-def test_one_process_alone_has_the_volume_of_responses_and_memory_to_write_its_log_anew() -> None:
-    for name in NAMES:
-        owners = [
-            each
-            for each in workloads(name)
-            for volume in each.spec["volumes"]
-            if volume.get("persistentVolumeClaim", {}).get("claimName") == "pdserve-state"
-        ]
-        assert [each.component for each in owners] == [
-            each.component for each in workloads(name) if each.component == "state"
-        ]
-        for each in owners:
-            # A Deployment would start a second pod while the first one still ends.
-            assert each.title.endswith("StatefulSet/pdserve-state")
-            assert each.replicas == 1
-            [container] = each.containers
-            [megabytes] = re.findall(r"--maxmemory (\d+)mb", container["command"][2])
-            assert container["resources"]["limits"]["memory"] == "1Gi"
-            assert 2 * int(megabytes) <= 1024
 
 
 def test_other_containers_run_commands_of_ours_or_of_their_image() -> None:
