@@ -26,15 +26,15 @@ def component(document: dict[str, Any]) -> str:
     return str(document["metadata"]["labels"]["app.kubernetes.io/component"])
 
 
-def scaled_by_keda() -> dict[str, dict[str, Any]]:
-    return {component(each): each["spec"] for each in of_kind("keda", "ScaledObject")}
+def scaled_by_keda(name: str = "keda") -> dict[str, dict[str, Any]]:
+    return {component(each): each["spec"] for each in of_kind(name, "ScaledObject")}
 
 
 def scaled_by_hpa() -> dict[str, dict[str, Any]]:
     return {component(each): each["spec"] for each in of_kind("hpa", "HorizontalPodAutoscaler")}
 
 
-@pytest.mark.parametrize("name", ["keda", "hpa"])
+@pytest.mark.parametrize("name", ["keda", "hpa", "example"])
 def test_each_tier_has_one_autoscaler_which_alone_decides_its_replicas(name: str) -> None:
     scalers = of_kind(name, "ScaledObject", "HorizontalPodAutoscaler")
     targets = [f"{each['spec']['scaleTargetRef']['kind']}/{each['spec']['scaleTargetRef']['name']}" for each in scalers]
@@ -56,14 +56,31 @@ def test_a_missing_answer_is_a_failure_that_takes_no_worker_away() -> None:
         assert not re.search(r"\bor\b|vector|avg|max", trigger["metadata"]["query"])
 
 
-def test_queries_read_the_recorded_series_of_this_namespace_and_model() -> None:
-    [model] = {service.model[0] for service in services("keda")}
-    [namespace] = {each["metadata"]["namespace"] for each in documents("keda")}
-    for tier, spec in scaled_by_keda().items():
+@pytest.mark.parametrize(("name", "expected"), [("keda", "pdserve"), ("example", "llm")])
+def test_queries_read_the_recorded_series_of_this_namespace_and_model(name: str, expected: str) -> None:
+    """The example has a namespace and a model of its own."""
+    [model] = {service.model[0] for service in services(name)}
+    [namespace] = {each["metadata"]["namespace"] for each in documents(name)}
+    assert namespace == expected
+    scaled = scaled_by_keda(name)
+    assert scaled.keys() == SERIES.keys()
+    for tier, spec in scaled.items():
         query = spec["triggers"][0]["metadata"]["query"]
         assert query == f'{SERIES[tier]}{{namespace="{namespace}",model_name="{model}"}}'
+
+
+def test_metrics_of_the_other_autoscalers_are_those_of_the_model() -> None:
+    [model] = {service.model[0] for service in services("hpa")}
     for spec in scaled_by_hpa().values():
         assert spec["metrics"][0]["external"]["metric"]["selector"] == {"matchLabels": {"model_name": model}}
+
+
+def test_no_namespace_and_no_model_is_written_into_an_autoscaler() -> None:
+    for path in (K8S / "components").rglob("*.yaml"):
+        text = path.read_text(encoding="utf-8")
+        if "kind: ScaledObject" in text or "kind: HorizontalPodAutoscaler" in text:
+            assert "smollm2" not in text
+            assert 'namespace="pdserve"' not in text
 
 
 def test_the_series_are_recorded() -> None:
