@@ -24,6 +24,8 @@ Object = dict[str, Any]
 #: The loader in C, where PyYAML has it: some renders are long.
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 NAMES = sorted(overlays())
+#: Overlays without pods.
+MONITORS = {"kube-prometheus-stack", "monitoring"}
 #: Settings by what a container runs. Workers that change their role have those of decode workers.
 CONFIGS: dict[str, type[Any]] = {
     "router_svc": RouterConfig,

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 
 from tests.deploy.connections import OPENERS, connections, openers
-from tests.deploy.manifests import NAMES, WORKERS, Object, Workload, documents, of_kind, selects, services, workloads
+from tests.deploy.manifests import (
+    MONITORS,
+    NAMES,
+    WORKERS,
+    Object,
+    Workload,
+    documents,
+    of_kind,
+    selects,
+    services,
+    workloads,
+)
 
 PORTS = {service.module: service.ports for service in services("base")}
 [UCX_RANGE] = {
@@ -25,7 +36,7 @@ REDIS = 6379
 MONITORING = {"kubernetes.io/metadata.name": "monitoring"}
 
 #: Renders with pods of a cluster and policies of their own.
-CLUSTERS = sorted(set(NAMES) - {"monitoring", "next-release"})
+CLUSTERS = sorted(set(NAMES) - MONITORS - {"next-release"})
 
 
 def _flows(name: str) -> Iterator[tuple[str, str, int]]:
@@ -120,7 +131,7 @@ def test_a_connection_that_nothing_needs_is_denied(client: str, server: str, por
     assert not allows("ingress", pods(server), dict(pods(client).labels), port)
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"monitoring"}))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - MONITORS))
 def test_strangers_reach_the_api_and_nothing_else(name: str) -> None:
     """Fails if a policy of the base is left out, or selects other pods than it is for."""
     numbers = {port for service in services(name) for port in service.ports.values()} | {REDIS, *UCX, 1, 65535}
@@ -132,7 +143,7 @@ def test_strangers_reach_the_api_and_nothing_else(name: str) -> None:
             assert open_to == expected, f"{workload.title} from {namespace}"
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"monitoring"}))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - MONITORS))
 def test_prometheus_reaches_the_ports_of_metrics_and_the_admin_port_is_for_it_alone(name: str) -> None:
     for service in services(name):
         metrics = {ADMIN} if service.module == "router_svc" else {service.config.http_port}

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from kvtransfer.transport.path import excluded_paths
-from tests.arch.documents import code_blocks
+from tests.arch.documents import code_blocks, section
 from tests.deploy.manifests import (
     LOADER,
     Workload,
@@ -201,6 +201,17 @@ def test_an_inference_pool_has_the_routers_and_their_port() -> None:
     assert port["number"] == service.ports["http"]
     [route] = of_kind("inferencepool", "HTTPRoute")
     assert route["spec"]["rules"][0]["backendRefs"][0]["name"] == pool["metadata"]["name"]
+
+
+def test_the_chart_kube_prometheus_stack_reads_what_has_the_label_of_its_release() -> None:
+    kinds = {"PodMonitor", "PrometheusRule"}
+    labels = {title(each): each["metadata"]["labels"] for each in of_kind("kube-prometheus-stack", *kinds)}
+    assert labels.keys() == {title(each) for each in of_kind("monitoring", *kinds)}
+    assert {each["release"] for each in labels.values()} == {"kube-prometheus-stack"}
+    # The page says so before anything else about the overlay, and where autoscalers need its values.
+    for heading in ("Monitoring", "Autoscaling"):
+        first = section("docs/operations/kubernetes.md", heading).strip().split("\n\n")[0]
+        assert "`kube-prometheus-stack`" in first, heading
 
 
 def test_every_service_is_scraped_and_every_rule_is_in_the_overlay() -> None:

@@ -14,7 +14,18 @@ import pytest
 from pdserve.cli.__main__ import COMMANDS
 from pdserve.cli.cluster_secrets.contents import new_secrets
 from router_svc.config import RouterConfig
-from tests.deploy.manifests import NAMES, Object, Workload, config_map, documents, of_kind, selects, services, workloads
+from tests.deploy.manifests import (
+    MONITORS,
+    NAMES,
+    Object,
+    Workload,
+    config_map,
+    documents,
+    of_kind,
+    selects,
+    services,
+    workloads,
+)
 from tests.deploy.secret_policy import PEER_NAME, faults, secret_of
 
 SECRET, STATE_SECRET = "pdserve-secrets", "pdserve-secrets-state"
@@ -190,7 +201,7 @@ def test_no_secret_is_written_into_a_manifest() -> None:
     for name in NAMES:
         assert of_kind(name, "Secret") == []
         for each in of_kind(name, "ConfigMap"):
-            if name != "monitoring":
+            if name not in MONITORS:
                 assert not any("redis" in text for text in config_map(name, each["metadata"]["name"]).values())
 
 

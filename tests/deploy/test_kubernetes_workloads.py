@@ -13,6 +13,7 @@ from pdserve.base.admin import Health, health_routes
 from pdserve.cli.__main__ import COMMANDS
 from router_svc.config import RouterConfig
 from tests.deploy.manifests import (
+    MONITORS,
     NAMES,
     WORKERS,
     Object,
@@ -97,7 +98,7 @@ def test_pods_are_labelled_selected_and_spread(workload: Workload) -> None:
     assert spread["whenUnsatisfiable"] == "ScheduleAnyway"
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"monitoring"}))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - MONITORS))
 def test_every_tier_has_one_disruption_budget_and_services_find_their_pods(name: str) -> None:
     budgets = [each for each in documents(name) if each["kind"] == "PodDisruptionBudget"]
     for workload in workloads(name):
@@ -215,7 +216,7 @@ def test_workers_change_their_role_where_they_can() -> None:
             assert service.roles == (set(WORKERS) if can else {service.module}), service.title
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"monitoring"}))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - MONITORS))
 def test_services_of_one_cluster_agree(name: str) -> None:
     found = services(name)
     assert len({service.model for service in found}) == 1
