@@ -226,7 +226,8 @@ async def ask(router: Pod, prompt: str, *, max_tokens: int, started: asyncio.Eve
         data, kind = json.dumps(body).encode(), {"Content-Type": "application/json", **key}
         text, last, request_id = "", b"", ""
         with urllib.request.urlopen(urllib.request.Request(f"{url}/completions", data, kind), timeout=300) as response:
-            for line in filter(None, map(bytes.strip, response)):
+            # Streams that can be resumed have lines with the ids of their events, too.
+            for line in (each.strip() for each in response if each.startswith(b"data: ")):
                 last = line.removeprefix(b"data: ")
                 if last != b"[DONE]":
                     event = json.loads(last)
@@ -241,4 +242,8 @@ async def ask(router: Pod, prompt: str, *, max_tokens: int, started: asyncio.Eve
             record: dict[str, Any] = json.loads(response.read())
         return Answer(text=text, workers=tuple((each["tier"], each["worker"]) for each in record["decisions"]))
 
-    return await asyncio.to_thread(read)
+    try:
+        return await asyncio.to_thread(read)
+    finally:
+        if started is not None:
+            started.set()  # Also without a first token, for which others wait.

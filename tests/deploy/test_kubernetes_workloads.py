@@ -265,6 +265,8 @@ def test_the_grace_period_has_time_for_all_of_draining(service: Service) -> None
     assert grace_s == PRE_STOP_S + service.config.drain_timeout_s + TEARDOWN_S
     workers = [each for each in services(service.workload.render) if not isinstance(each.config, RouterConfig)]
     if isinstance(service.config, RouterConfig):
+        # Longer than the endpoints of the Service take to name another router.
+        assert service.config.resume_timeout_s >= 60
         assert grace_s >= max(each.workload.spec["terminationGracePeriodSeconds"] for each in workers)
 
 
