@@ -39,7 +39,7 @@ MONITORING = {"kubernetes.io/metadata.name": "monitoring"}
 CLUSTERS = sorted(set(NAMES) - MONITORS - {"next-release"})
 
 
-def _flows(name: str) -> Iterator[tuple[str, str, int]]:
+def flows(name: str) -> Iterator[tuple[str, str, int]]:
     """Connections that the code needs: components of client and server, and port."""
     for client in services(name):
         owner = client.workload.component
@@ -56,7 +56,7 @@ def _flows(name: str) -> Iterator[tuple[str, str, int]]:
     yield "smoke-test", "router", API
 
 
-FLOWS = sorted({(name, *flow) for name in CLUSTERS for flow in _flows(name)})
+FLOWS = sorted({(name, *flow) for name in CLUSTERS for flow in flows(name)})
 
 
 def pods(component: str, name: str = "base") -> Workload:

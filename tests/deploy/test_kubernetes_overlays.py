@@ -56,12 +56,12 @@ def test_a_pair_shares_processes_and_has_the_containers_of_both_tiers() -> None:
     assert pair.spec["shareProcessNamespace"] is True
     ports = [port["containerPort"] for container in pair.containers for port in container["ports"]]
     names = [port["name"] for container in pair.containers for port in container["ports"]]
-    assert len(ports) == len(set(ports)) == len(names) == len(set(names)) == 6
+    assert len(ports) == len(set(ports)) == len(names) == len(set(names)) == 5
     workers = [service.config for service in services("same-pod") if service.module != "router_svc"]
     assert {config.worker_id for config in workers} == {"pod-0-prefill", "pod-0-decode"}
     for container in pair.containers:
         [alone] = tier("base", container["name"]).containers
-        specific = ("args", "env", "name", "ports", "startupProbe", "livenessProbe", "readinessProbe")
+        specific = ("args", "command", "env", "name", "ports", "startupProbe", "livenessProbe", "readinessProbe")
         assert without(container, *specific) == without(alone, *specific)
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert without(container[kind], "httpGet") == without(alone[kind], "httpGet")
