@@ -38,7 +38,7 @@ UNIMPORTED: Mapping[str, tuple[str, ...]] = {
     "proto/": ("tests/arch", "tests/unit/base", "tests/golden"),
     ".js": ("tests/unit/router_svc/api/console",),
     ".css": ("tests/unit/router_svc/api/console",),
-    "k8s/": ("tests/deploy",),
+    "k8s/": ("tests/deploy", "tests/dependencies"),
     "compose/": ("tests/deploy", "tests/dependencies"),
     ".md": ("tests/arch",),
     "pyproject.toml": ("tests/arch",),

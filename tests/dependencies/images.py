@@ -1,4 +1,4 @@
-"""The images of others that compose/ names: their full versions, and the least ones that they may have.
+"""The images of others that compose/ and k8s/ name: their full versions, and the least ones that they may have.
 
 Which vulnerabilities an image has is not asked anywhere; the table is what was known when it was last seen.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from packaging.version import Version
 
 from tests.dependencies.pins import ROOT
@@ -24,6 +25,8 @@ FIXED_IN: Mapping[str, tuple[str, str]] = {
     "redis": ("7.4.6", "CVE-2025-49844"),
 }
 OWN = "pdserve"
+#: In a manifest; the tag may be in a kustomization.
+_CONTAINER = re.compile(r"^[ -]*image: (?P<name>[\w./-]+)(?::(?P<tag>[\w.+-]+))?$", re.MULTILINE)
 #: The default of a variable or of an argument.
 _DEFAULT = re.compile(r"_IMAGE(?::-|=)(?P<name>[\w./-]+):(?P<tag>[\w.+-]+)")
 
@@ -50,12 +53,39 @@ class Image:
 
 
 def named_images() -> Iterator[Image]:
-    """The images of others in compose/."""
+    """The images of others in compose/ and k8s/."""
+    for name, tag, path in (*_in_compose(), *_in_manifests(), *_in_kustomizations()):
+        if not name.rpartition("/")[2].startswith(OWN):
+            yield Image(file=path.relative_to(ROOT), name=name, tag=tag)
+
+
+def _in_compose() -> Iterator[tuple[str, str, Path]]:
     for path in sorted((ROOT / "compose").iterdir()):
         if path.is_file():
             for found in _DEFAULT.finditer(path.read_text(encoding="utf-8")):
-                if found["name"] != OWN:
-                    yield Image(file=path.relative_to(ROOT), name=found["name"], tag=found["tag"])
+                yield found["name"], found["tag"], path
+
+
+def _sources(pattern: str) -> Iterator[Path]:
+    """The files of k8s/ that are not made from others."""
+    k8s = ROOT / "k8s"
+    return (path for path in sorted(k8s.rglob(pattern)) if k8s / "rendered" not in path.parents)
+
+
+def _in_kustomizations() -> Iterator[tuple[str, str, Path]]:
+    for path in _sources("kustomization.yaml"):
+        for image in yaml.safe_load(path.read_text(encoding="utf-8")).get("images", ()):
+            if "newTag" in image:
+                yield image.get("newName", image["name"]), str(image["newTag"]), path
+
+
+def _in_manifests() -> Iterator[tuple[str, str, Path]]:
+    """Without those that a kustomization gives a tag."""
+    tagged = {name for name, _, _ in _in_kustomizations()}
+    for path in _sources("*.yaml"):
+        for found in _CONTAINER.finditer(path.read_text(encoding="utf-8")):
+            if found["tag"] or found["name"] not in tagged:
+                yield found["name"], found["tag"] or "", path
 
 
 def problems(images: Sequence[Image]) -> list[str]:

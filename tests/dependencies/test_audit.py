@@ -59,6 +59,7 @@ def test_the_audit_passes_fails_or_says_why_it_is_skipped(
         return answers[service]
 
     monkeypatch.setattr(audit, "ask", ask)
+    monkeypatch.setattr(audit, "problems", lambda images: [])
     assert audit.main([]) == 1
     assert "1 to be fixed (pypi)" in capsys.readouterr().out
     answers["osv"] = report(OPEN)

@@ -16,6 +16,8 @@ def test_images_have_full_versions_without_a_known_vulnerability() -> None:
 
 def test_every_image_of_the_table_is_in_use() -> None:
     assert {each.name for each in named_images()} == FIXED_IN.keys()
+    users = {str(each.file).partition("/")[0] for each in named_images() if each.name == "redis"}
+    assert users == {"compose", "k8s"}
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,7 @@ def test_every_image_of_the_table_is_in_use() -> None:
         ("redis", "7.4.2-bookworm", "compose/x.yaml: redis:7.4.2-bookworm has CVE-2025-49844, fixed in 7.4.6"),
         ("redis", "7.4-alpine", "not a full version"),
         ("redis", "latest", "not a full version"),
+        ("redis", "", "not a full version"),
         ("valkey/valkey", "8.1.4", "without a least version"),
     ],
 )
