@@ -20,8 +20,9 @@ from typing import Any
 import psutil
 
 from pdserve.base.api_key import bearer
-from pdserve.cli.private_redis import find_redis_server, wait_until_ready
+from pdserve.cli.private_redis import wait_until_ready
 from tests.deploy.manifests import Object, Workload, config_map, environment, expanded, workloads
+from tests.support.redis_processes import path_with_redis_server
 
 _START_S = 240
 _POLL_S = 0.2
@@ -148,7 +149,7 @@ class Node:
         log = self._directory / f"{name}.log"
         variables = self.variables(container)
         variables |= {f"PDSERVE_{component.upper()}__{key.upper()}": value for key, value in settings.items()}
-        variables["PATH"] = f"{find_redis_server().parent}{os.pathsep}{os.environ['PATH']}"
+        variables["PATH"] = path_with_redis_server(self._directory)
         words = self.command(render, container, POD_NAME=name, POD_IP=address)
         with log.open("wb") as output:
             process = subprocess.Popen(words, env=os.environ | variables, stdout=output, stderr=subprocess.STDOUT)

@@ -6,7 +6,6 @@ Both keep responses in a store of their own. That of the compose file which all 
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -16,9 +15,10 @@ import pytest
 
 from pdserve.base.errors import StoreError
 from pdserve.base.store import Store, as_bytes
-from pdserve.cli.private_redis import find_redis_server, wait_until_ready
+from pdserve.cli.private_redis import wait_until_ready
 from tests.deploy.compose_files import BASE, load
 from tests.deploy.pods import container_of
+from tests.support.redis_processes import path_with_redis_server
 
 PASSWORD = "a-password"
 KEY, RECORD = "pdstate:response:t:resp_1", b"a response"
@@ -67,7 +67,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
     ):
         assert there in script
         script = script.replace(there, here)
-    path = f"{find_redis_server().parent}{os.pathsep}{os.environ['PATH']}"
+    path = path_with_redis_server(tmp_path)
 
     @asynccontextmanager
     async def started() -> AsyncIterator[Store]:

@@ -24,6 +24,7 @@ from typing import TypeVar
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdserve.cli.private_redis import find_redis_server
 from pdserve.cli.router_client import get_model
 from pdserve.cli.status import ClusterStatus, WorkerStatus
 from tests.support.deadline import DEADLINE_S
@@ -143,7 +144,7 @@ class Cluster:
                 if module in command:
                     ids = [word.removeprefix("--worker-id=") for word in command if word.startswith("--worker-id=")]
                     found[ids[0] if ids else "router"] = child
-            if any("redis-server" in word for word in command[:1]):
+            if any(find_redis_server().name in word for word in command[:1]):
                 found["redis"] = child
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Sequence
@@ -50,6 +51,15 @@ async def redis_process(directory: Path, *arguments: str) -> AsyncIterator[Serve
         yield server
     finally:
         await server.kill()
+
+
+def path_with_redis_server(directory: Path) -> str:
+    """The value of PATH with the server in front, under the name by which commands in images start it."""
+    link = directory / "redis-bin" / "redis-server"
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(find_redis_server())
+    return f"{link.parent}{os.pathsep}{os.environ['PATH']}"
 
 
 def _free_port() -> int:

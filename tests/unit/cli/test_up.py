@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.private_redis import free_port
+from pdserve.cli.private_redis import find_redis_server, free_port
 from tests.support.deadline import DEADLINE_S
 from tests.unit.cli.fake_services import set_steps, with_fake_services
 
@@ -171,7 +171,7 @@ def test_a_process_that_dies_is_restarted_and_reported_in_one_line(
 ) -> None:
     cluster = up()
     cluster.read_until("Ctrl-C drains")
-    word = "redis-server" if name == "redis" else f"--worker-id={name}" if "-" in name else "router_svc"
+    word = find_redis_server().name if name == "redis" else f"--worker-id={name}" if "-" in name else "router_svc"
     [victim] = [pid for pid in cluster.children() if word in Path(f"/proc/{pid}/cmdline").read_text()]
     os.kill(victim, signal.SIGKILL)
     log = re.escape(str(workdir / "logs" / f"{name}.log"))
