@@ -12,6 +12,7 @@ from pdserve.base.errors import StoreError
 from pdserve.base.ids import BlockHash, Epoch, WorkerId
 from pdserve.base.logs import get_logger
 from pdserve.base.store import Store
+from pdserve.base.tasks import run_to_completion
 
 log = get_logger(__name__)
 
@@ -166,7 +167,9 @@ class KvEventPublisher:
             batches = self._outbox.take(self._PIPELINE) or [KvEventBatch()]
             if batches[0].reset:
                 self._resyncs += 1
-            if not await self._log.write(self._worker_id, self._epoch, self._resyncs, batches):
+            # One that is cut off may reach Redis behind the withdrawal.
+            written = await run_to_completion(self._log.write(self._worker_id, self._epoch, self._resyncs, batches))
+            if not written:
                 raise StoreError(
                     f"Redis does not have the blocks of worker {self._worker_id}; all of them are written again."
                 )

@@ -27,6 +27,7 @@ from pdserve.base.sealed_record import RecordChecks, sealed_record
 from pdserve.base.seals import Seals
 from pdserve.base.secret import ClusterSecret
 from pdserve.base.store import Store, as_bytes, as_fields, as_list
+from pdserve.base.tasks import run_to_completion
 from pdserve.base.workers import (
     Sighting,
     Tier,
@@ -98,7 +99,8 @@ class Registrar:
             while True:
                 self._due.clear()
                 self._due_at_once.clear()
-                await self._beat()
+                # One that is cut off may reach Redis behind the removal, on a connection of its own.
+                await run_to_completion(self._beat())
                 period_s = self._retry_s if self._degraded else self._heartbeat_s
                 pause_s = min(self._pause_s, period_s)
                 await _wait(self._due_at_once, pause_s)
