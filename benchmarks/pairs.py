@@ -41,11 +41,11 @@ LOADS = (
 )
 
 
-def run(url: str, load: Load, seed: int) -> dict[str, float]:
-    """The figures of one run: prompts of 256 tokens, outputs of 64, at temperature 0. Raises if a request failed."""
+def run(url: str, load: Load, seed: int, output_len: int) -> dict[str, float]:
+    """The figures of one run: prompts of 256 tokens, at temperature 0. Raises if a request failed."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "pdserve.cli", "bench", "serve", "--base-url", url, "--ignore-eos"]
-        command += ["--random-input-len", "256", "--random-output-len", "64", "--seed", str(seed)]
+        command += ["--random-input-len", "256", "--random-output-len", str(output_len), "--seed", str(seed)]
         command += ["--num-prompts", str(load.requests), "--max-concurrency", str(load.concurrency)]
         command += ["--save-result", "--result-dir", directory, "--result-filename", "result.json"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -63,11 +63,13 @@ def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
-def pairs(urls: tuple[str, str], load: Load, count: int) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
+def pairs(
+    urls: tuple[str, str], load: Load, count: int, output_len: int
+) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
     """The figures before and after of each pair."""
     for seed in range(count):
         order = (0, 1) if seed % 2 == 0 else (1, 0)
-        found = {index: run(urls[index], load, seed) for index in order}
+        found = {index: run(urls[index], load, seed, output_len) for index in order}
         yield found[0], found[1]
 
 
@@ -77,6 +79,7 @@ def main() -> None:
     parser.add_argument("before")
     parser.add_argument("after")
     parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--output-len", type=int, default=64, help="tokens of each output; default: 64")
     parser.add_argument("--title", required=True, help="what was changed")
     parser.add_argument("--directory", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
@@ -84,12 +87,13 @@ def main() -> None:
     urls = (arguments.before, arguments.after)
     for load in LOADS:
         for url in urls:
-            run(url, load, 10**6)  # Not counted.
-        for before, after in pairs(urls, load, arguments.pairs):
+            run(url, load, 10**6, arguments.output_len)  # Not counted.
+        for before, after in pairs(urls, load, arguments.pairs, arguments.output_len):
             for name in load.figures:
                 samples.setdefault(name, []).append((before[name], after[name]))
     machine = describe()
-    lines = [f"# {arguments.title}", "", heading(machine, f"{arguments.pairs} pairs"), ""]
+    about = f"{arguments.pairs} pairs, outputs of {arguments.output_len} tokens"
+    lines = [f"# {arguments.title}", "", heading(machine, about), ""]
     lines += ["| figure | before | after | ratio | 95 % |", "| --- | --- | --- | --- | --- |"]
     for name, measured in samples.items():
         ratio, low, high = interval([after / before for before, after in measured])
