@@ -1,4 +1,4 @@
-"""Limits of a request's line and headers, and the answers to what exceeds them or is no HTTP."""
+"""Limits of a request's line and headers, and the answers to what exceeds them or is not HTTP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, HttpProcessingError, LineTooLong
-from aiohttp.typedefs import Middleware
 
 from pdserve.base.errors import HeadersTooLarge, PdserveError, RequestError, codes_of
 
@@ -89,19 +88,16 @@ def _as_ours(error: HttpProcessingError) -> PdserveError:
         return HeadersTooLarge(f"The request line or a header is too long {_LIMITS}")
     if isinstance(error, BadHttpMessage) and _TOO_MANY in error.message:
         return HeadersTooLarge(f"The request has too many headers {_LIMITS}")
-    return RequestError(f"The request is no valid HTTP/1.1 ({type(error).__name__}).")
+    return RequestError(f"The request is not valid HTTP/1.1 ({type(error).__name__}).")
 
 
 @web.middleware
-async def _bounded(
+async def bounded_headers(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
+    """A middleware that raises `HeadersTooLarge`."""
     # With `: ` and the end of the line.
     size = sum(len(name) + len(value) + 4 for name, value in request.raw_headers)
     if size > MAX_ALL_HEADERS_BYTES:
         raise HeadersTooLarge(f"The request has {size} bytes of headers {_LIMITS}")
     return await handler(request)
-
-
-#: A middleware that raises `HeadersTooLarge`.
-bounded_headers: Middleware = _bounded

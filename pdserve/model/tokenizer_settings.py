@@ -202,7 +202,7 @@ def _decoder(config: Fields) -> _Added:
 
 def _older(path: Path) -> _Added:
     ids = Fields.read_optional(path)
-    return {ids.token_ids(text)[0]: (text, {}) for text in ids.names() if ids.token_ids(text)}
+    return {index: (text, {}) for text in ids.names() for index in ids.token_ids(text)[:1]}
 
 
 def _text_of(value: object) -> str | None:

@@ -28,14 +28,14 @@ NAME_CHARACTERS = 8
 #: Longer than that of any request.
 _MAX_CHARACTERS = 8192
 _MAX_CHOICES = 1024
-_ID = re.compile(r"([0-9a-f]{8})-(?:o([0-9]{1,3})|([ud])|([0-9ex.]+))", re.ASCII)
 _RUN = re.compile(r"([0-9]{1,9})(e?)(?:x([0-9]{1,3}))?", re.ASCII)
+_RUNS = rf"{_RUN.pattern}(?:\.{_RUN.pattern})*"
+_ID = re.compile(rf"([0-9a-f]{{8}})-(?:o([0-9]{{1,3}})|([ud])|({_RUNS}))", re.ASCII)
 #: What `parse_event_id` reads, for the document.
-_RUN_PATTERN = "[0-9]{1,9}e?(x[0-9]{1,3})?"
 SCHEMA = {
     "type": "string",
     "maxLength": _MAX_CHARACTERS,
-    "pattern": rf"^([0-9a-f]{{8}}-(o[0-9]{{1,3}}|[ud]|{_RUN_PATTERN}(\.{_RUN_PATTERN})*))?$",
+    "pattern": f"^(?:{_ID.pattern})?$",
 }
 
 #: Tokens of a choice, and whether it has ended. Later states are greater.
@@ -71,17 +71,13 @@ def parse_event_id(text: str, *, param: str = HEADER) -> Seen:
     found = _ID.fullmatch(text) if len(text) <= _MAX_CHARACTERS else None
     if found is None:
         raise _unreadable(text, param)
-    name, opening, end, runs = found.groups()
+    name, opening, end, runs = found.group(1, 2, 3, 4)
     if opening is not None:
         return Seen(name, openings=int(opening) + 1)
     if end is not None:
         return Seen(name, openings=_ALL[0], has_all_tokens=True, has_end=end == "d")
     states: list[State] = []
-    for run in runs.split("."):
-        each = _RUN.fullmatch(run)
-        if each is None:
-            raise _unreadable(text, param)
-        count, ended, times = each.groups()
+    for count, ended, times in _RUN.findall(runs):
         states += [(int(count), bool(ended))] * int(times or 1)
         if len(states) > _MAX_CHOICES:
             raise _unreadable(text, param)

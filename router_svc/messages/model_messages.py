@@ -68,12 +68,12 @@ def messages_of(model_dir: Path, chat_template: ChatTemplate, name: str) -> Mode
 
 
 def _messages(form: MessageFormat | None, chat_template: ChatTemplate) -> ModelMessages:
-    template, shows_tools = chat_template.source, chat_template.for_tools or chat_template
+    shows_tools = chat_template.for_tools or chat_template
     return ModelMessages(
         form=form,
-        thinks=form is not None and _thinks(form, template),
+        thinks=form is not None and _thinks(form, chat_template.source),
         has_tools_in_template="tools" in shows_tools.variables,
-        has_single_calls="single tool-calls" in template,
+        has_single_calls="single tool-calls" in shows_tools.source,
     )
 
 

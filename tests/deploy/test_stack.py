@@ -304,6 +304,15 @@ def test_a_stream_outlives_the_only_decode_worker(stack: Stack) -> None:
     _settle(stack)
 
 
+def _serves_over_shared_memory(stack: Stack) -> None:
+    load = stack.load(max_tokens=4)
+    load.stream(0)
+    assert load.failures() == []
+    paths = stack.samples("prefill", "pdserve_transport_path_info")
+    assert [labels["actual"] for labels, _ in paths] == ["cma"]
+    _settle(stack)
+
+
 def test_after_a_killed_pause_container_the_workers_come_back_to_its_namespaces(stack: Stack) -> None:
     before = {worker.worker_id: worker.epoch for tier in ("prefill", "decode") for worker in stack.workers(tier)}
     stack.crash("pause")
@@ -313,12 +322,7 @@ def test_after_a_killed_pause_container_the_workers_come_back_to_its_namespaces(
         return len(found) == 2 and all(worker.epoch != before[worker.worker_id] for worker in found)
 
     stack.until(are_back, "the engine has restarted the workers")
-    load = stack.load(max_tokens=4)
-    load.stream(0)
-    assert load.failures() == []
-    paths = stack.samples("prefill", "pdserve_transport_path_info")
-    assert [labels["actual"] for labels, _ in paths] == ["cma"]
-    _settle(stack)
+    _serves_over_shared_memory(stack)
 
 
 def test_the_unit_of_the_host_starts_what_an_engine_has_left_down(stack: Stack) -> None:
@@ -330,12 +334,7 @@ def test_the_unit_of_the_host_starts_what_an_engine_has_left_down(stack: Stack) 
     stack.compose(*arguments.split())
     stack.wait_tiers()
     assert stack.containers("router")[0]["Id"] == router
-    load = stack.load(max_tokens=4)
-    load.stream(0)
-    assert load.failures() == []
-    paths = stack.samples("prefill", "pdserve_transport_path_info")
-    assert [labels["actual"] for labels, _ in paths] == ["cma"]
-    _settle(stack)
+    _serves_over_shared_memory(stack)
 
 
 @pytest.mark.nightly

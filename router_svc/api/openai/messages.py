@@ -64,7 +64,7 @@ class MessageText(TypedDict):
 
 
 def _only_texts(value: object) -> object:
-    """The content. Raises an error for what is no text, and has no texts as parts."""
+    """The content. Raises an error for what is neither a text nor a list of text parts."""
     if value is not None and not isinstance(value, (str, list)):
         raise PydanticCustomError("content_type", "must be a valid string, or a list of text parts")
     for element in value if isinstance(value, list) else ():

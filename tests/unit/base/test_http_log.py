@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
@@ -30,23 +32,30 @@ async def _answer(_: web.Request) -> web.Response:
     return web.Response(text="ok")
 
 
+@asynccontextmanager
+async def _connection() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to a server that answers `ok` at its root."""
+    app = web.Application()
+    app.router.add_route("*", "/", _answer)
+    with bound_socket("127.0.0.1", 0, flag="--port") as listener:
+        async with serve_http(app, listener) as address:
+            host, _, port = address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            yield reader, writer
+            writer.close()
+
+
 @pytest.mark.parametrize(("sent", "status"), BROKEN.values(), ids=BROKEN)
 async def test_what_cannot_be_read_is_logged_and_answered_without_its_text(
     sent: bytes, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without `ServerLog`, aiohttp logs up to 100 bytes of it with a traceback."""
     caplog.set_level(logging.DEBUG)
-    app = web.Application()
-    app.router.add_get("/", _answer)
-    with bound_socket("127.0.0.1", 0, flag="--port") as listener:
-        async with serve_http(app, listener) as address:
-            host, _, port = address.rpartition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-            await reader.readuntil(b"ok")
-            writer.write(sent)
-            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-            writer.close()
+    async with _connection() as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        await reader.readuntil(b"ok")
+        writer.write(sent)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     assert head.split()[1] == b"%d" % status
     assert json.loads(body).keys() == {"error"}
     assert SECRET not in body
@@ -57,21 +66,15 @@ async def test_what_cannot_be_read_is_logged_and_answered_without_its_text(
 
 async def test_headers_without_an_end_are_answered_as_soon_as_they_exceed_their_limit() -> None:
     """The parser keeps up to 128 of them, each below its own limit: 4 MiB of a stranger's for every connection."""
-    app = web.Application()
-    app.router.add_post("/", _answer)
-    with bound_socket("127.0.0.1", 0, flag="--port") as listener:
-        async with serve_http(app, listener) as address:
-            host, _, port = address.rpartition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            # A request with a large body before them is none of them.
-            body = b"x" * 300_000
-            writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            await reader.readuntil(b"ok")
-            writer.write(_START)
-            for index in range(4):
-                writer.write(b"X-%d: " % index + b"x" * 30_000 + b"\r\n")
-            head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
-            writer.close()
+    async with _connection() as (reader, writer):
+        # A request with a large body before them is none of them.
+        body = b"x" * 300_000
+        writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await reader.readuntil(b"ok")
+        writer.write(_START)
+        for index in range(4):
+            writer.write(b"X-%d: " % index + b"x" * 30_000 + b"\r\n")
+        head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
     assert head.split()[1] == b"431"
     assert "65536 for all headers" in json.loads(answer)["error"]
 
@@ -95,16 +98,10 @@ def test_an_unexpected_error_keeps_its_traceback(caplog: pytest.LogCaptureFixtur
 async def test_a_body_that_cannot_be_decoded_is_no_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
     """Found by fuzzing: a body that no handler reads was logged as an error, with its traceback, for each request."""
     caplog.set_level(logging.INFO)
-    app = web.Application()
-    app.router.add_get("/", _answer)
-    with bound_socket("127.0.0.1", 0, flag="--port") as listener:
-        async with serve_http(app, listener) as address:
-            host, _, port = address.rpartition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            headers = b"Host: a\r\nConnection: close\r\nContent-Encoding: gzip\r\nContent-Length: 9"
-            writer.write(b"GET / HTTP/1.1\r\n" + headers + b"\r\n\r\nswordfish")
-            answer = await reader.read()
-            writer.close()
+    async with _connection() as (reader, writer):
+        headers = b"Host: a\r\nConnection: close\r\nContent-Encoding: gzip\r\nContent-Length: 9"
+        writer.write(b"GET / HTTP/1.1\r\n" + headers + b"\r\n\r\nswordfish")
+        answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 200")
     assert caplog.records == []
 

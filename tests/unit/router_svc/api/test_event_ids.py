@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from pdserve.base.errors import RequestError
 from pdserve.base.sampling import FinishReason
-from router_svc.api.event_ids import NOTHING, EventIds, Seen, parse_event_id
+from router_svc.api.event_ids import NOTHING, SCHEMA, EventIds, Seen, parse_event_id
 from router_svc.request.output import ChoiceDelta
 
 NAME = "9f3c01aa"
+#: What the OpenAPI document says of ids.
+PATTERN = str(SCHEMA["pattern"])
 
 
 def delta(choice: int, tokens: int = 1, *, ends: bool = False) -> ChoiceDelta:
@@ -162,6 +164,7 @@ def test_any_text_is_an_id_or_refused(text: str) -> None:
     except RequestError:
         return
     assert isinstance(seen, Seen)
+    assert re.fullmatch(PATTERN, text)
     assert seen == NOTHING or len(seen.name) == 8
 
 

@@ -54,6 +54,15 @@ def test_a_model_that_thinks_and_knows_no_tools_keeps_its_form(tmp_path: Path) -
     assert (found.form.name, found.thinks, found.has_tools_in_template) == ("deepseek_v31", True, False)
 
 
+def test_what_follows_for_calls_is_read_from_the_template_that_shows_tools(tmp_path: Path) -> None:
+    plain, single = "{{ messages }}", _TOOLS + "{{ raise_exception('only supports single tool-calls') }}"
+    named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": single}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    found = messages_of(tmp_path, ChatTemplate.from_dir(tmp_path), AUTO)
+    assert (found.has_tools_in_template, found.has_single_calls) == (True, True)
+    assert not _messages(tmp_path, plain, AUTO).has_single_calls
+
+
 def test_the_operator_may_name_the_form(tmp_path: Path) -> None:
     assert _messages(tmp_path, _TOOLS + "<tool_call>", NONE).form is None
     named = _messages(tmp_path, _TOOLS + "<tool_call>", "mistral")

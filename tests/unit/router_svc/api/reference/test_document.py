@@ -17,6 +17,7 @@ from router_svc.api.parse import parse_body
 from router_svc.api.reference.document import make_document
 from router_svc.api.reference.operations import OPERATIONS
 from router_svc.api.reference.texts import ABOUT, FIELDS, TAGS
+from router_svc.routing.timeouts import TIMEOUT_HEADER
 from tests.support.described import Description
 from tests.support.lazily import openapi_spec_validator
 
@@ -62,6 +63,15 @@ def test_keys_are_needed_where_the_router_asks_for_them(described: Description) 
         assert ("admin's key" in operation.get("description", "")) == (path in ADMIN_ROUTES)
         # The only thing that such a key may read.
         assert ("`metrics = true`" in operation.get("description", "")) == (path == METRICS_ROUTE)
+
+
+def test_the_longest_time_for_a_request_is_that_of_the_router() -> None:
+    limited = Description(make_document(OPERATIONS, 45.0))
+    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+        parameters = limited.operations["POST", path]["parameters"]
+        assert [each["schema"]["maximum"] for each in parameters if each["name"] == TIMEOUT_HEADER] == [45.0]
+        assert limited.body_errors(path, body | {"timeout": 45}) == []
+        assert limited.body_errors(path, body | {"timeout": 46}) != []
 
 
 def test_every_field_of_a_body_is_explained(described: Description) -> None:
