@@ -38,6 +38,7 @@ class SimulatedCluster:
         self._wires: dict[bytes, WireTransport] = {}
         self.redis = RedisProcess(network, RedisServer(self._redis_clock))
         self.workers: dict[str, SimulatedWorker] = {}
+        self._ending: set[SimulatedWorker | SimulatedRouter] = set()
         self.routers: dict[str, SimulatedRouter] = {}
         #: Dead processes and what they held: nothing of theirs may be collected, which would run their code.
         self._dead: list[Any] = []
@@ -74,14 +75,19 @@ class SimulatedCluster:
         worker = self.workers[name]
         if worker.is_ready and not worker.process.is_dead:
             worker.terminate()
-            self._await_end(worker)
+            self._restart_at_end(worker)
 
     def terminate_router(self, name: str, grace_s: float) -> None:
         """The same for a router, whose requests have so much time to end."""
         router = self.routers[name]
         if router.is_ready and not router.process.is_dead:
             router.terminate(grace_s)
-            self._await_end(router)
+            self._restart_at_end(router)
+
+    def _restart_at_end(self, ending: SimulatedWorker | SimulatedRouter) -> None:
+        if ending not in self._ending:  # One that is paused looks ready behind its first signal.
+            self._ending.add(ending)
+            self._await_end(ending)
 
     def _await_end(self, ending: SimulatedWorker | SimulatedRouter) -> None:
         if ending.process.is_dead:
