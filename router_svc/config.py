@@ -119,7 +119,9 @@ class RouterConfig:
         600.0, help="seconds a request may wait for blocks on decode workers", minimum=0.1
     )
     worker_return_timeout_s: float = option(
-        60.0, help="seconds a request waits for a decode worker while none is ready, if one was lately", minimum=0.0
+        60.0,
+        help="requests that come within so many seconds after the last decode worker was ready wait for another one",
+        minimum=0.0,
     )
     max_lost_workers: int = option(
         100, help="workers that one request may lose before it ends with an error, whatever ends them", minimum=1

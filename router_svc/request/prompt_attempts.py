@@ -26,11 +26,11 @@ class PromptAttempts(ABC, Generic[Result]):
     #: The error for a cluster without such workers.
     no_workers: str
 
-    def __init__(self, context: RequestContext, heartbeat: Heartbeat, now: Callable[[], float]) -> None:
+    def __init__(self, context: RequestContext, heartbeat: Heartbeat) -> None:
         self._context = context
         self._heartbeat = heartbeat
-        self._now = now
-        self._patient_until = self._patience()
+        #: A worker was ready, or expected, since the request came.
+        self._was_expected = False
         self._num_prompt = len(context.generation.prompt)
         #: Workers that shut down, as they have said.
         self._draining: set[Incarnation] = set()
@@ -71,7 +71,6 @@ class PromptAttempts(ABC, Generic[Result]):
     async def _failed(self, placement: Placement, error: PdserveError) -> None:
         """Notes a failure. Raises `error` when no worker is left that could do better."""
         context = self._context
-        self._patient_until = self._patience()
         await context.note_failure(placement.worker, error)
         if isinstance(error, Draining):
             self._draining.add(placement.incarnation)
@@ -97,10 +96,7 @@ class PromptAttempts(ABC, Generic[Result]):
         """Whether a worker may come: not while there are some, all of which have failed the request."""
         context = self._context
         staying = {incarnation_of(worker) for worker in context.cluster.ready("prefill")} - self._draining
-        if staying or not context.deaths.may_reach("prefill") or self._now() >= self._patient_until:
+        if staying or not context.deaths.may_reach("prefill"):
             return False
-        return context.cluster.expects("prefill")
-
-    def _patience(self) -> float:
-        """Until when the request waits for a worker if nothing happens."""
-        return self._now() + self._context.cluster.policy.worker_return_timeout_s
+        self._was_expected = self._was_expected or context.cluster.expects("prefill")
+        return self._was_expected

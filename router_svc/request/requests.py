@@ -171,7 +171,7 @@ class Requests:
     def _stream(self, journals: Sequence[Journal], opened: OpenRequest | None) -> DeltaStream:
         stream = DeltaStream(journals, self._recorders.metrics.wrote_first_token)
         if opened is not None:
-            opened.doing = stream.describe
+            opened.doing = lambda: stream.describe() + self._cluster.without_decode
         return stream
 
     async def _end(self, client: Client, journals: Sequence[Journal], run: RunLog, opened: OpenRequest | None) -> None:

@@ -22,12 +22,14 @@ import asyncio
 import contextlib
 import random
 
-from pdserve.base.errors import Draining, NoWorkers, PdserveError, RequestError, StaleError, TransferError
+from pdserve.base.errors import Draining, NoWorkers, PdserveError, RequestError, TransferError
+from pdserve.base.registry import RECORD_TTL_S
 from pdserve.base.workers import WorkerRecord
 from router_svc.request.calls import DecodeFailed, is_reported
 from router_svc.request.context import RequestContext
 from router_svc.request.decode_start import decode_start
 from router_svc.request.embedding import Embedding
+from router_svc.request.error_for_client import error_for_client
 from router_svc.request.migrating_run import MigratingRun
 from router_svc.request.prefill_attempt import prefill
 from router_svc.request.quarantine import Deaths
@@ -42,6 +44,8 @@ from router_svc.routing.placement import Placement
 _CAPACITY_RETRY_S = 0.5
 #: A worker that has started anew, and refuses what is for the one before, has its new record by then.
 _RECORD_S = 2.0
+#: The record of a worker whose heartbeats have ended has expired by then.
+_GONE_S = RECORD_TTL_S
 #: A worker that was lost and is started again is ready by then, as a rule.
 _CLASS_RETURN_S = 3.0
 
@@ -66,6 +70,7 @@ class Saga:
         self._broken = 0
         self._tokens_at_failure = 0
         self._answers_at_failure = 0
+        #: Until then, the request tries workers that cannot be reached, and waits for one that suits it.
         self._patient_until = 0.0
         #: Until then, the request waits for workers that are full.
         self._until_capacity = 0.0
@@ -78,9 +83,9 @@ class Saga:
         """Returns when every choice is complete. Raises the error for the client."""
         generation = self._context.generation
         if generation.pooling is not None:
-            await Embedding(self._context, self._heartbeat, self._now).run()
+            await Embedding(self._context, self._heartbeat).run()
         elif generation.prompt_logprobs is not None:
-            await Scoring(self._context, self._heartbeat, self._now).run()
+            await Scoring(self._context, self._heartbeat).run()
         if not generation.sampling.max_tokens:
             self._context.deliver_ends()
             return
@@ -132,7 +137,7 @@ class Saga:
             if self._next_step(failure) is NextStep.FAIL:
                 # What two workers that live have broken in, a third will not do.
                 is_final = failure is Failure.REQUEST or self._broken > MAX_BROKEN or self._is_stranger
-                raise refusal if is_final else self._for_client(refusal)
+                raise refusal if is_final else error_for_client(refusal, self._context, self._home)
             self._journal.retry(refusal, worker)
             self._output.forget_early()
             # The prompt may be cached by now, and a worker that started anew has nothing.
@@ -184,11 +189,11 @@ class Saga:
             broken=self._broken,
             is_stranger=self._is_stranger,
             has_other_decode=self._choose_decode() is not None,
-            is_expected=self._is_expected(),
+            is_expected=self._is_patient(),
         )
 
-    def _is_expected(self) -> bool:
-        return self._cluster.expects("decode") and self._now() < self._patient_until
+    def _is_patient(self) -> bool:
+        return self._now() < self._patient_until
 
     @property
     def _deaths(self) -> Deaths:
@@ -206,38 +211,21 @@ class Saga:
                     return placement
         return None
 
-    def _for_client(self, refusal: PdserveError) -> PdserveError:
-        """The error that ends a request for which no decode worker is left."""
-        ready = self._cluster.ready("decode")
-        if ready and not any(map(self._context.is_understood_by, ready)):
-            return NoWorkers(
-                "No decode worker that is ready knows all fields of the request, such as structured output. Update the "
-                "workers, or leave the fields out."
-            )
-        if ready and not any(map(self._context.fits_on, ready)):
-            longest = max(worker.max_model_len for worker in ready)
-            return NoWorkers(
-                f"The request may take {self._context.max_len} tokens with its prompt, and the decode workers that "
-                f"are ready hold {longest} at most. Retry later, or lower max_tokens."
-            )
-        if isinstance(refusal, (TransferError, StaleError)) and not ready:
-            # What is missing is a worker, whichever one was lost: the same request may succeed later.
-            return NoWorkers(f"{refusal} {self._cluster.policy.no_decode_worker}")
-        if not self._output.has_tokens or self._policy.may_change_numerics:
-            return refusal
-        return self._home.refusal(self._cluster.ready("decode", self._home.layout)) or refusal
-
     async def _wait_for_decode(self, until_capacity: float | None, refusal: PdserveError) -> Placement:
         """A decode worker to ask again, after each heartbeat. Raises `refusal` when there is none to wait for.
 
-        While all are full, that is at `until_capacity`; else when none is expected. The request's own deadline ends it
-        in any case. A heartbeat may bring a worker back, or capacity even where the reported load looks the same.
+        While all are full, that is at `until_capacity`. While the whole tier is gone, it is never: one was ready, or
+        expected, when the request came. The request's own deadline ends it in any case. A heartbeat may bring a worker
+        back, or capacity even where the reported load looks the same.
         """
-        placement, waits = None, 0
+        placement, waits, since = None, 0, self._now()
         while placement is None:
-            is_over = not self._is_expected() if until_capacity is None else self._now() >= until_capacity
+            is_gone = self._policy.worker_return_timeout_s > 0 and not self._cluster.ready("decode")
+            if is_gone and self._now() - since >= _GONE_S:  # Whoever comes then is back, and gets the whole time.
+                self._patient_until = self._now() + self._policy.worker_return_timeout_s
+            is_over = not (is_gone or self._is_patient()) if until_capacity is None else self._now() >= until_capacity
             if is_over:
-                raise self._for_client(refusal)
+                raise error_for_client(refusal, self._context, self._home)
             waits += 1
             await self._heartbeat(waits, until_capacity)
             self._failed_decode.clear()
@@ -249,9 +237,9 @@ class Saga:
 
         Raises `refusal` when none is expected, or all that are ready have failed the request.
         """
-        waits = 0
+        waits, is_expected = 0, self._cluster.expects("prefill")
         while self._context.choose_prefill(decode) is None:
-            if self._cluster.ready("prefill", decode.layout) or not self._cluster.expects("prefill"):
+            if self._cluster.ready("prefill", decode.layout) or not is_expected:
                 raise refusal
             waits += 1
             await self._heartbeat(waits)

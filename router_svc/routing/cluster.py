@@ -106,8 +106,13 @@ class Cluster:
         return [worker for worker in self.workers_of(tier) if worker.ready and layout in (None, worker.layout)]
 
     def expects(self, tier: Tier) -> bool:
-        """Whether a worker of the tier is expected to be ready soon, because one was a short time ago."""
+        """Whether a worker of the tier is expected back, because one was ready a short time ago."""
         return self.directory.was_ready_within(tier, self.policy.model_name, self.policy.worker_return_timeout_s)
+
+    @property
+    def without_decode(self) -> str:
+        """A clause for the error of a request that is out of time; empty while a decode worker is ready."""
+        return "" if self.ready("decode") else ", and no decode worker is ready"
 
     def sealed(self, purpose: Purpose, worker: WorkerRecord, message: Message) -> Message:
         """The message to send to this worker in place of `message`."""

@@ -28,7 +28,7 @@ from pdserve.base.errors import (
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SCORING_VERSION, SamplingParams, TokenLogprobs
 from pdserve.base.wire import sampling_to_wire
-from pdserve.base.workers import WorkerRecord
+from pdserve.base.workers import Tier, WorkerRecord
 from pdserve.v1 import decode_pb2
 from router_svc.generation import Generation, TextRules
 from router_svc.records.journal import Journal
@@ -241,9 +241,26 @@ class SagaWorld:
                 after = SagaWorld(self._bounds, (*self._path, decision))
             yield decision, name in self._bounds.fair, after
         if not self.is_final:  # Last: this world itself goes on.
+            is_fair = self._waits_for_return
             with _named("deadline"):
                 self._reach_deadline()
-            yield "deadline", False, self
+            yield "deadline", is_fair, self
+
+    @property
+    def _waits_for_return(self) -> bool:
+        """Whether nothing but the deadline may end the request: it waits for a tier that is gone."""
+        if "heartbeat" not in self._waits_for:
+            return False
+        scoring = self._scoring
+        tier: Tier = "prefill" if scoring or not self._saga._deaths.may_reach("decode") else "decode"
+        ready = {*map(incarnation_of, self._cluster.ready(tier))}
+        return not ready - (scoring._draining if scoring else set())
+
+    @property
+    def _scoring(self) -> Scoring | None:
+        """What scores the prompt at present."""
+        selves = (each.get("self") for each in _frames(self._coroutine))
+        return next((each for each in selves if isinstance(each, Scoring)), None)
 
     def _reach_deadline(self) -> None:
         try:
@@ -264,11 +281,11 @@ class SagaWorld:
         run = locals_of[1] if len(locals_of) > 1 else {}
         call = next((each["self"]._call for each in locals_of if isinstance(each.get("self"), DecodeAttempt)), None)
         until = run.get("until_capacity", 0.0)
-        scoring = next((each["self"] for each in locals_of if isinstance(each.get("self"), Scoring)), None)
+        scoring = self._scoring
         return (
             self._journal.record.state,
             self._journal._is_scored,
-            scoring and (cluster.now < scoring._patient_until, frozenset(scoring._draining)),
+            scoring and (scoring._was_expected, frozenset(scoring._draining)),
             self._waits_for,
             *(frozenset(each) for each in (saga._failed_decode, saga._avoided_decode, saga._met_decode)),
             min(saga._failures, 3),

@@ -26,7 +26,7 @@ from tests.integration.router_svc.request.support import (
 )
 from tests.integration.router_svc.script import Context, Fault, failing, hang, leave, silent_for, vanish
 from tests.support.deadline import DEADLINE_S
-from tests.support.redis import until
+from tests.support.redis import eventually, until
 from tests.support.tiny_model import END, NAME
 from tests.support.virtual_time import advance
 
@@ -216,6 +216,52 @@ async def test_where_no_decode_worker_is_expected_back_a_loss_is_an_error_at_onc
                 assert (response.status, "Retry-After" in response.headers) == (503, True)
             assert "No decode worker is ready" in message
             assert ("decode-0" in message) == lost
+
+
+async def _lose_tier(cluster: ScriptedCluster) -> None:
+    """The only decode worker is lost behind the first token, and no other one comes."""
+
+    async def lose(context: Context) -> None:
+        cluster.workers["decode-0"].set(ready=False)
+        await until(cluster.router.cluster.directory, lambda: not cluster.router.cluster.ready("decode"))
+        await vanish(context)
+
+    cluster.script.fail("decode_token", None, after_first_token(cluster, lose))
+
+
+async def _is_retrying(cluster: ScriptedCluster) -> bool:
+    return bool((await cluster.only_trace())["retries"])
+
+
+@pytest.mark.advanced_time
+async def test_a_stream_waits_for_a_tier_that_is_gone_until_its_own_deadline(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    """Fails if `--worker-return-timeout-s` ends it: a worker may take longer to load than anyone has guessed."""
+    tiers: dict[str, Tier] = {"prefill-0": "prefill", "decode-0": "decode"}
+    async with open_cluster(redis_server, model_dir, tiers, worker_return_timeout_s=TIMEOUT_S) as cluster:
+        await _lose_tier(cluster)
+        streaming = asyncio.create_task(cluster.stream())
+        await cluster.calls.until(lambda: bool(cluster.calls.decode_starts))
+        await eventually(lambda: _is_retrying(cluster))
+        for _ in range(3):
+            advance(TIMEOUT_S)
+            await cluster.only_trace()
+        assert not streaming.done()
+        cluster.workers["decode-0"].set(ready=True)
+        text, _ = await streaming
+        assert text == TEXT
+
+
+async def test_the_error_of_a_request_out_of_time_says_that_no_worker_is_ready(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    tiers: dict[str, Tier] = {"prefill-0": "prefill", "decode-0": "decode"}
+    async with open_cluster(redis_server, model_dir, tiers) as cluster:
+        await _lose_tier(cluster)
+        status, body = await cluster.complete(timeout=2)
+        assert status == HTTPStatus.GATEWAY_TIMEOUT
+        assert "no decode worker is ready" in body["error"]["message"]
 
 
 async def test_a_decode_worker_that_lives_and_cannot_be_reached_is_given_up(

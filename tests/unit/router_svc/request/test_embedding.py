@@ -32,14 +32,13 @@ GENERATION = Generation(
 
 
 def embedding(dimensions: int) -> Embedding:
-    policy = SimpleNamespace(worker_return_timeout_s=1.0)
     generation = SimpleNamespace(prompt=[1, 2], pooling=Pooling(dimensions=dimensions))
-    context: Any = SimpleNamespace(generation=generation, cluster=SimpleNamespace(policy=policy))
+    context: Any = SimpleNamespace(generation=generation)
 
     async def heartbeat(waits: int) -> None:
         raise AssertionError("it waits for no worker")
 
-    return Embedding(context, heartbeat, lambda: 0.0)
+    return Embedding(context, heartbeat)
 
 
 def packed(*numbers: float) -> bytes:
@@ -75,12 +74,12 @@ def _waiting_for(kind: PoolingKind, read: list[str]) -> Any:
     def push(deltas: list[ChoiceDelta], *, first_choice: int) -> None:
         assert [(each.embedding, first_choice) for each in deltas] == [(packed(1.0), 3)]
 
-    cluster = SimpleNamespace(policy=SimpleNamespace(worker_return_timeout_s=1.0), overlap=overlap)
+    cluster = SimpleNamespace(overlap=overlap)
     journal, stream = SimpleNamespace(scored=lambda has_output: None), SimpleNamespace(push=push)
     context = SimpleNamespace(
         generation=generation, cluster=cluster, hashes="hashes", overlap={}, journal=journal, stream=stream
     )
-    return context, None, lambda: 0.0
+    return context, None
 
 
 def test_a_prompt_is_computed_in_whole_where_each_token_matters() -> None:

@@ -18,13 +18,12 @@ def scoring(num_prompt: int = 6) -> Scoring:
     generation = SimpleNamespace(
         prompt=range(num_prompt), prompt_logprobs=1, sampling=SamplingParams(logprob_token_ids=(7,))
     )
-    policy = SimpleNamespace(worker_return_timeout_s=1.0)
-    context: Any = SimpleNamespace(generation=generation, cluster=SimpleNamespace(policy=policy))
+    context: Any = SimpleNamespace(generation=generation)
 
     async def heartbeat(waits: int) -> None:
         raise AssertionError("it waits for no worker")
 
-    return Scoring(context, heartbeat, lambda: 0.0)
+    return Scoring(context, heartbeat)
 
 
 def chunk(first: int, *logprobs: float, top: Sequence[int] = (), top_logprobs: Sequence[float] = ()) -> Any:
