@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from functools import partial
 
 import grpc
@@ -22,7 +23,7 @@ from pdserve.base.seals import Purpose
 from pdserve.base.tracing.spans import Attribute
 from pdserve.base.wire import pooling_from_wire, sampling_from_wire
 from pdserve.base.workers import Tier
-from pdserve.engine.step import LayersWritten, StepOutput
+from pdserve.engine.step import LayersWritten, PromptEmbedding, PromptScores, RequestTokens, StepOutput
 from pdserve.v1 import common_pb2
 from pdserve.v1 import prefill_pb2 as pb
 from pdserve.v1 import prefill_pb2_grpc as pb_grpc
@@ -32,9 +33,10 @@ from pdserve.worker.serve.inboxes import Failed, Inboxes
 from pdserve.worker.serve.introducing import introduce
 from pdserve.worker.serve.worker import Worker
 from prefill_svc.request import PrefillJob, PrefillSchedulerConfig
+from prefill_svc.retention import Retention
 from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.scoring import ScoringSession, scoring_params
-from prefill_svc.session import PrefillSession, PromptEvent, PromptStarted
+from prefill_svc.session import PrefillSession, PromptEvent, PromptStarted, TransferOutcome
 from prefill_svc.spans import PromptTrace
 
 log = get_logger(__name__)
@@ -58,6 +60,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
         )
         self._worker = worker
         self._inboxes: Inboxes[PromptEvent] = Inboxes(worker.metrics.stale)
+        self._retention = Retention(worker, self._inboxes)
         self._sender = Sender(
             transport=worker.transport,
             memory=worker.blocks,
@@ -90,7 +93,11 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             )
             for each in events.started
         )
-        reported: tuple[PromptEvent, ...] = (*events.tokens, *events.scores, *events.embeddings)
+        reported: tuple[RequestTokens | PromptScores | PromptEmbedding, ...] = (
+            *events.tokens,
+            *events.scores,
+            *events.embeddings,
+        )
         for event in (*started, *reported, *events.progress):
             self._inboxes.put(event.request_id, event.attempt, event)
         for failure in events.failures:
@@ -129,7 +136,8 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillResponse]
     ) -> None:
         """Computes a prompt and hands it over, or scores or pools it."""
-        with self._worker.calls.serving("prefill"):
+        with ExitStack() as counted:
+            counted.enter_context(self._worker.calls.serving("prefill"))
             seals = self._worker.seals
             request = seals.open(Purpose.PROMPT, self._worker.seal_name, request)
             request_id = RequestId(request.ref.request_id)
@@ -147,7 +155,8 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
                     session = PrefillSession(self._worker, self.scheduler, self._sender, self._channels, inbox, write)
                 failure: str | None = None
                 try:
-                    await session.run(await self._job(request, ticket), ticket)
+                    job = await self._job(request, ticket)
+                    await session.run(job, ticket)
                 except PdserveError as error:
                     failure = reason_of(error)
                     log.warning("prefill_failed", reason=error)
@@ -157,6 +166,9 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
                         self._worker.metrics.ended(failure or session.outcome)
                     attributes = self._attributes(request, session.outcome)
                     trace.end(session.times, attributes, ticket=ticket, sent=session.sent, error=failure)
+                if request.retains_prompt and session.outcome == TransferOutcome.COMMITTED:
+                    counted.close()  # A worker that drains does not wait for it.
+                    await self._retention.until_over(inbox, job.hashes)
 
     async def _hand_back(self) -> None:
         for attempt_id in await self._worker.run(self.scheduler.hand_back):

@@ -51,7 +51,11 @@ class PromptStarted:
     block_tables: BlockTables
 
 
-PromptEvent = PromptStarted | LayersWritten | PrefillProgress | PromptScores | PromptEmbedding | RequestTokens
+class GaveWay:
+    """A prompt that is handed over is not retained any more: newer ones needed the share."""
+
+
+PromptEvent = PromptStarted | GaveWay | LayersWritten | PrefillProgress | PromptScores | PromptEmbedding | RequestTokens
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,6 +9,8 @@ is an assertion. A free block is uncached (it never had reusable content, or los
                                v         |
                              cached (ref_count 0, can be matched)  --allocate, no uncached left-->  held, hash forgotten
 
+Cached blocks under a retained hash are evicted after all others.
+
 A block holds tokens of one KV group of the layout. All groups take their blocks here, and each has a hash map of its
 own: the same tokens have the same hash in every group.
 """
@@ -51,6 +53,9 @@ class BlockPool:
         self._uncached = [BlockId(block) for block in reversed(range(num_blocks))]
         #: Free but still matchable, the least recently used first.
         self._cached: OrderedDict[BlockId, None] = OrderedDict()
+        #: The same under retained hashes, and how often each of these is retained.
+        self._retained: OrderedDict[BlockId, None] = OrderedDict()
+        self._retentions: dict[BlockHash, int] = {}
         self._copies: list[tuple[BlockId, BlockId]] = []
         self._added: dict[BlockHash, None] = {}
         self._removed: dict[BlockHash, None] = {}
@@ -58,7 +63,12 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can return, cached ones included."""
-        return len(self._uncached) + len(self._cached)
+        return len(self._uncached) + len(self._cached) + len(self._retained)
+
+    @property
+    def num_retained(self) -> int:
+        """Retained hashes, whether blocks are registered under them or not."""
+        return len(self._retentions)
 
     def ref_count(self, block: BlockId) -> int:
         """Number of block tables that hold the block."""
@@ -80,7 +90,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[BlockId] | None:
         """`count` blocks with one reference each and undefined content; None, and no change, when too few are free.
 
-        Takes uncached blocks first, then evicts the least recently used cached ones.
+        Takes uncached blocks first, then evicts the least recently used cached ones, those under retained hashes last.
         """
         if count > self.num_free:
             return None
@@ -99,10 +109,32 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block] > 0:
                 continue
-            if self._hash_of[block] is None:
+            block_hash = self._hash_of[block]
+            if block_hash is None:
                 self._uncached.append(block)
+            elif block_hash in self._retentions:
+                self._retained[block] = None
             else:
                 self._cached[block] = None
+
+    def retain(self, hashes: Items[BlockHash]) -> None:
+        """Evict the blocks of all KV groups under a prompt's hashes after all others, until `end_retention`.
+
+        May be called several times for a hash. It stays retained while no block is registered under it.
+        """
+        for block_hash in reversed(hashes):  # As in `release`.
+            self._retentions[block_hash] = self._retentions.get(block_hash, 0) + 1
+            self._move_free(block_hash, self._cached, self._retained)
+
+    def end_retention(self, hashes: Items[BlockHash]) -> None:
+        """Take one `retain` of each hash back. Free blocks that no other one keeps count as just used."""
+        for block_hash in reversed(hashes):
+            left = self._retentions[block_hash] - 1
+            if left:
+                self._retentions[block_hash] = left
+            else:
+                del self._retentions[block_hash]
+                self._move_free(block_hash, self._retained, self._cached)
 
     def count_prefix(self, hashes: Iterable[BlockHash], group: int = 0) -> int:
         """Number of blocks that `match_prefix` would find; takes no references."""
@@ -116,7 +148,8 @@ class BlockPool:
             block = by_hash.get(block_hash)
             if block is None:
                 break
-            self._cached.pop(block, None)
+            if not self._refs[block]:
+                del (self._retained if block in self._retained else self._cached)[block]
             self._refs[block] += 1
             matched.append(block)
         return matched
@@ -177,7 +210,7 @@ class BlockPool:
         """
         held = {block for block in range(self.num_blocks) if self._refs[block] > 0}
         assert min(self._refs) >= 0, "a reference count is negative"
-        states = Counter((*self._uncached, *self._cached, *held))
+        states = Counter((*self._uncached, *self._cached, *self._retained, *held))
         assert len(states) == self.num_blocks, "a block is neither uncached, cached nor held"
         assert max(states.values()) == 1, "a block is in two states at once"
         hashed = {(self._group_of[b], h, b) for b, h in enumerate(self._hash_of) if h is not None}
@@ -185,6 +218,8 @@ class BlockPool:
         assert hashed == listed, "hash maps disagree"
         assert all(self._hash_of[block] is None for block in self._uncached), "an uncached block has a hash"
         assert all(self._hash_of[block] is not None for block in self._cached), "a cached block has no hash"
+        retained = {block for block in (*self._cached, *self._retained) if self._hash_of[block] in self._retentions}
+        assert retained == {*self._retained}, "a free block is in the wrong order of eviction"
         if tables is not None:
             holders = Counter(block for table in tables for block in table)
             counted = {block: self._refs[block] for block in held}
@@ -194,10 +229,19 @@ class BlockPool:
         if self._uncached:
             block = self._uncached.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
+            block, _ = (self._cached or self._retained).popitem(last=False)
             self._forget(block)
         self._refs[block] = 1
         return block
+
+    def _move_free(
+        self, block_hash: BlockHash, source: OrderedDict[BlockId, None], target: OrderedDict[BlockId, None]
+    ) -> None:
+        for by_hash in self._by_hash:
+            block = by_hash.get(block_hash)
+            if block is not None and block in source:
+                del source[block]
+                target[block] = None
 
     def _forget(self, block: BlockId) -> None:
         block_hash = self._hash_of[block]

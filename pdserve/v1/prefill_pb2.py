@@ -26,31 +26,31 @@ from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 from pdserve.v1 import decode_pb2 as pdserve_dot_v1_dot_decode__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/prefill.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\x1a\x17pdserve/v1/decode.proto\"\xb3\x02\n\x0ePrefillRequest\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.RequestRef\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\"\n\x06ticket\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.Ticket\x12\x1b\n\x13\x66orced_first_tokens\x18\x05 \x03(\r\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12\"\n\x06sealed\x18\x07 \x01(\x0b\x32\x12.pdserve.v1.Sealed\x12\x15\n\rscores_prompt\x18\x08 \x01(\x08\x12$\n\x07pooling\x18\t \x01(\x0b\x32\x13.pdserve.v1.Pooling\"X\n\x07Pooling\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.pdserve.v1.PoolingKind\x12\x12\n\ndimensions\x18\x02 \x01(\r\x12\x12\n\nnormalizes\x18\x03 \x01(\x08\"\xc0\x02\n\x0fPrefillResponse\x12/\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.PrefillProgressH\x00\x12\x34\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x1d.pdserve.v1.PrefillFirstTokenH\x00\x12\'\n\x04\x64one\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.PrefillDoneH\x00\x12+\n\nkeep_alive\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.KeepAliveH\x00\x12\x35\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobsH\x00\x12\x30\n\tembedding\x18\x06 \x01(\x0b\x32\x1b.pdserve.v1.PromptEmbeddingH\x00\x42\x07\n\x05\x65vent\"!\n\x0fPromptEmbedding\x12\x0e\n\x06values\x18\x01 \x01(\x0c\"R\n\x0ePromptLogprobs\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12+\n\x08logprobs\x18\x02 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\"f\n\x0fPrefillProgress\x12\x0e\n\x06queued\x18\x01 \x01(\x08\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x13\n\x0b\x63omputing_s\x18\x04 \x01(\x01\"U\n\x11PrefillFirstToken\x12)\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.ChoiceTokens\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"\xba\x01\n\x0bPrefillDone\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tcompute_s\x18\x02 \x01(\x01\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\x04 \x01(\x01\x12\x12\n\nsent_bytes\x18\x05 \x01(\x04\x12\x13\n\x0bsent_blocks\x18\x06 \x01(\r\x12\x0e\n\x06\x63hunks\x18\x07 \x01(\r\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x11\n\texposed_s\x18\t \x01(\x01*o\n\x0bPoolingKind\x12\x1c\n\x18POOLING_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11POOLING_KIND_LAST\x10\x01\x12\x14\n\x10POOLING_KIND_CLS\x10\x02\x12\x15\n\x11POOLING_KIND_MEAN\x10\x03\x32V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x1a.pdserve.v1.PrefillRequest\x1a\x1b.pdserve.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/prefill.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\x1a\x17pdserve/v1/decode.proto\"\xcb\x02\n\x0ePrefillRequest\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.RequestRef\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\"\n\x06ticket\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.Ticket\x12\x1b\n\x13\x66orced_first_tokens\x18\x05 \x03(\r\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12\"\n\x06sealed\x18\x07 \x01(\x0b\x32\x12.pdserve.v1.Sealed\x12\x15\n\rscores_prompt\x18\x08 \x01(\x08\x12$\n\x07pooling\x18\t \x01(\x0b\x32\x13.pdserve.v1.Pooling\x12\x16\n\x0eretains_prompt\x18\n \x01(\x08\"X\n\x07Pooling\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.pdserve.v1.PoolingKind\x12\x12\n\ndimensions\x18\x02 \x01(\r\x12\x12\n\nnormalizes\x18\x03 \x01(\x08\"\xc0\x02\n\x0fPrefillResponse\x12/\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.PrefillProgressH\x00\x12\x34\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x1d.pdserve.v1.PrefillFirstTokenH\x00\x12\'\n\x04\x64one\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.PrefillDoneH\x00\x12+\n\nkeep_alive\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.KeepAliveH\x00\x12\x35\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobsH\x00\x12\x30\n\tembedding\x18\x06 \x01(\x0b\x32\x1b.pdserve.v1.PromptEmbeddingH\x00\x42\x07\n\x05\x65vent\"!\n\x0fPromptEmbedding\x12\x0e\n\x06values\x18\x01 \x01(\x0c\"R\n\x0ePromptLogprobs\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12+\n\x08logprobs\x18\x02 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\"f\n\x0fPrefillProgress\x12\x0e\n\x06queued\x18\x01 \x01(\x08\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x13\n\x0b\x63omputing_s\x18\x04 \x01(\x01\"U\n\x11PrefillFirstToken\x12)\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.ChoiceTokens\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"\xba\x01\n\x0bPrefillDone\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tcompute_s\x18\x02 \x01(\x01\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\x04 \x01(\x01\x12\x12\n\nsent_bytes\x18\x05 \x01(\x04\x12\x13\n\x0bsent_blocks\x18\x06 \x01(\r\x12\x0e\n\x06\x63hunks\x18\x07 \x01(\r\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x11\n\texposed_s\x18\t \x01(\x01*o\n\x0bPoolingKind\x12\x1c\n\x18POOLING_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11POOLING_KIND_LAST\x10\x01\x12\x14\n\x10POOLING_KIND_CLS\x10\x02\x12\x15\n\x11POOLING_KIND_MEAN\x10\x03\x32V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x1a.pdserve.v1.PrefillRequest\x1a\x1b.pdserve.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_POOLINGKIND']._serialized_start=1312
-  _globals['_POOLINGKIND']._serialized_end=1423
+  _globals['_POOLINGKIND']._serialized_start=1336
+  _globals['_POOLINGKIND']._serialized_end=1447
   _globals['_PREFILLREQUEST']._serialized_start=91
-  _globals['_PREFILLREQUEST']._serialized_end=398
-  _globals['_POOLING']._serialized_start=400
-  _globals['_POOLING']._serialized_end=488
-  _globals['_PREFILLRESPONSE']._serialized_start=491
-  _globals['_PREFILLRESPONSE']._serialized_end=811
-  _globals['_PROMPTEMBEDDING']._serialized_start=813
-  _globals['_PROMPTEMBEDDING']._serialized_end=846
-  _globals['_PROMPTLOGPROBS']._serialized_start=848
-  _globals['_PROMPTLOGPROBS']._serialized_end=930
-  _globals['_PREFILLPROGRESS']._serialized_start=932
-  _globals['_PREFILLPROGRESS']._serialized_end=1034
-  _globals['_PREFILLFIRSTTOKEN']._serialized_start=1036
-  _globals['_PREFILLFIRSTTOKEN']._serialized_end=1121
-  _globals['_PREFILLDONE']._serialized_start=1124
-  _globals['_PREFILLDONE']._serialized_end=1310
-  _globals['_PREFILLSERVICE']._serialized_start=1425
-  _globals['_PREFILLSERVICE']._serialized_end=1511
+  _globals['_PREFILLREQUEST']._serialized_end=422
+  _globals['_POOLING']._serialized_start=424
+  _globals['_POOLING']._serialized_end=512
+  _globals['_PREFILLRESPONSE']._serialized_start=515
+  _globals['_PREFILLRESPONSE']._serialized_end=835
+  _globals['_PROMPTEMBEDDING']._serialized_start=837
+  _globals['_PROMPTEMBEDDING']._serialized_end=870
+  _globals['_PROMPTLOGPROBS']._serialized_start=872
+  _globals['_PROMPTLOGPROBS']._serialized_end=954
+  _globals['_PREFILLPROGRESS']._serialized_start=956
+  _globals['_PREFILLPROGRESS']._serialized_end=1058
+  _globals['_PREFILLFIRSTTOKEN']._serialized_start=1060
+  _globals['_PREFILLFIRSTTOKEN']._serialized_end=1145
+  _globals['_PREFILLDONE']._serialized_start=1148
+  _globals['_PREFILLDONE']._serialized_end=1334
+  _globals['_PREFILLSERVICE']._serialized_start=1449
+  _globals['_PREFILLSERVICE']._serialized_end=1535
 # @@protoc_insertion_point(module_scope)

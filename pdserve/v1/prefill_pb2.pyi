@@ -59,6 +59,7 @@ class PrefillRequest(_message.Message):
     SEALED_FIELD_NUMBER: _builtins.int
     SCORES_PROMPT_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    RETAINS_PROMPT_FIELD_NUMBER: _builtins.int
     cache_salt: _builtins.bytes
     """Tenants with different salts share no cached prefixes."""
     scores_prompt: _builtins.bool
@@ -66,6 +67,11 @@ class PrefillRequest(_message.Message):
     pdserve/base/sampling.py:SCORING_VERSION. The log-probabilities of the prompt's
     tokens are reported, with the alternatives of `sampling`, and nothing is
     sampled or sent. There is no ticket then.
+    """
+    retains_prompt: _builtins.bool
+    """With a ticket: the call stays open behind `done`, and until its caller ends it
+    the prompt's blocks are evicted from the prefix cache after others. The worker
+    ends it earlier when newer prompts need its share, or the worker itself ends.
     """
     @_builtins.property
     def ref(self) -> _common_pb2.RequestRef: ...
@@ -106,10 +112,11 @@ class PrefillRequest(_message.Message):
         sealed: _common_pb2.Sealed | None = ...,
         scores_prompt: _builtins.bool = ...,
         pooling: Global___Pooling | None = ...,
+        retains_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling", "ref", b"ref", "sampling", b"sampling", "sealed", b"sealed", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "forced_first_tokens", b"forced_first_tokens", "pooling", b"pooling", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling", "scores_prompt", b"scores_prompt", "sealed", b"sealed", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "forced_first_tokens", b"forced_first_tokens", "pooling", b"pooling", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "retains_prompt", b"retains_prompt", "sampling", b"sampling", "scores_prompt", b"scores_prompt", "sealed", b"sealed", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

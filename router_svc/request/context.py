@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
 from pdserve.base.errors import Draining, PdserveError
@@ -69,6 +70,8 @@ class RequestContext:
     num_lost: int = 0
     #: Called when the client is about to get tokens, with the call to the decode worker that has sent them.
     on_tokens: Callable[[DecodeCall | None], None] = ignore_tokens
+    #: The call to the prefill worker that has handed the prompt over. It retains the blocks until the call ends.
+    retained: AsyncExitStack = field(default_factory=AsyncExitStack)
     #: Set once every choice is complete.
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
+
 from pdserve.base.errors import PeerLost
 from pdserve.v1 import decode_pb2, prefill_pb2
 from router_svc.request.calls import DecodeCall, prefill_call
@@ -19,18 +21,13 @@ async def prefill(
     """
     worker, prompt, journal, cluster = placement.worker, context.prompt, context.journal, context.cluster
     trace = journal.chose_prefill(placement)
-    request = prefill_pb2.PrefillRequest(
-        ref=context.ref(),
-        prompt_token_ids=context.generation.prompt,
-        sampling=context.sampling,
-        ticket=ticket,
-        forced_first_tokens=context.output.first_tokens,
-        cache_salt=context.generation.cache_salt,
-    )
+    request = _request(context, ticket)
+    await context.retained.aclose()
     limits = context.cluster.policy.silence
     silence_s = limits.of_prefill(worker, None if ticket is None else ticket.lease_s)
     with prompt.assigned(worker, placement.uncached_tokens):
-        async with prefill_call(cluster, worker, request, trace) as prefilling:
+        async with AsyncExitStack() as calling:
+            prefilling = await calling.enter_async_context(prefill_call(cluster, worker, request, trace))
             while (event := await prefilling.next_event(silence_s)) is not None:
                 match event.WhichOneof("event"):
                     case "progress":
@@ -45,8 +42,21 @@ async def prefill(
                             return
                     case "done":
                         journal.committed(event.done)
+                        context.retained.push_async_exit(calling.pop_all())
                         return
     raise PeerLost(f"Prefill worker {worker.worker_id} ended the stream before the transfer was committed.")
+
+
+def _request(context: RequestContext, ticket: decode_pb2.Ticket | None) -> prefill_pb2.PrefillRequest:
+    return prefill_pb2.PrefillRequest(
+        ref=context.ref(),
+        prompt_token_ids=context.generation.prompt,
+        sampling=context.sampling,
+        ticket=ticket,
+        forced_first_tokens=context.output.first_tokens,
+        cache_salt=context.generation.cache_salt,
+        retains_prompt=True,
+    )
 
 
 def _has_started(call: DecodeCall | None) -> bool:

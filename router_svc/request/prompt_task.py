@@ -81,4 +81,5 @@ class PromptTask:
             log=self._log,
         )
         context.fills_context = context.max_len >= cluster.max_model_len(0)
-        await Saga(context).run()
+        async with context.retained:
+            await Saga(context).run()

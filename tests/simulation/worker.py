@@ -250,6 +250,8 @@ class SimulatedWorker:
         pool = worker.model.pool
         if pool.num_free != pool.num_blocks:
             found.append(f"{pool.num_blocks - pool.num_free} of {pool.num_blocks} blocks are held")
+        if pool.num_retained:
+            found.append(f"{pool.num_retained} hashes are retained")
         try:
             self.service.scheduler.check_integrity()
         except AssertionError as error:

@@ -183,6 +183,8 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
         try:
             async with self._calls.open("prefill"):
                 await self._run(request, context)
+            if request.retains_prompt and request.HasField("ticket"):
+                await self._calls.retained()
         except Vanished:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 

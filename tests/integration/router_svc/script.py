@@ -169,6 +169,8 @@ class CallLog:
         self.prefill_traces: list[TraceContext | None] = []
         #: Calls in progress. Must be zero after every test.
         self.num_open = 0
+        #: Those to prefill workers that routers keep open behind the handover.
+        self.num_retained = 0
         #: Requests for which a decode worker has sent every token.
         self.num_decoded = 0
         self._ends: dict[Tier, set[asyncio.Timeout]] = {"prefill": set(), "decode": set()}
@@ -189,6 +191,16 @@ class CallLog:
         finally:
             self._ends[tier].discard(end)
             self._note_open(-1)
+
+    async def retained(self) -> None:
+        """Waits for the router to end a call in which nothing is left to do."""
+        try:
+            self.num_retained += 1
+            self._note()
+            await asyncio.Event().wait()
+        finally:
+            self.num_retained -= 1
+            self._note()
 
     def cut(self, tier: Tier) -> int:
         """Breaks the connections of all calls in progress to workers of this tier, and returns how many there were."""

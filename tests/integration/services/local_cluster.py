@@ -197,18 +197,9 @@ class RouterRequest:
 
         With `keeps_lease`, progress is passed on to the decode worker, as a router does.
         """
-        request = prefill_pb2.PrefillRequest(
-            ref=self.ref(ticket.attempt if ticket is not None else 1),
-            prompt_token_ids=self.prompt,
-            sampling=sampling_to_wire(self.params),
-            ticket=ticket,
-            forced_first_tokens=forced,
-        )
-        request = self._cluster.seals.seal(Purpose.PROMPT, self._cluster.prefill.seal_name, request)
         async with asyncio.timeout(DEADLINE_S):
             with mapped_rpc_errors("the prefill worker"):
-                stub = prefill_pb2_grpc.PrefillServiceStub(channel or self._cluster.prefill_channel)
-                async for event in stub.Prefill(request, metadata=trace_metadata(trace)):
+                async for event in self.prefill_call(ticket, forced=forced, channel=channel, trace=trace):
                     if keeps_lease and event.HasField("progress"):
                         await self.send(keep_lease=decode_pb2.KeepLease())
                     for choice in event.first_token.choices:
@@ -217,6 +208,29 @@ class RouterRequest:
                     if event.HasField("done"):
                         return event.done
         raise AssertionError("the prefill worker ended the stream without being done")
+
+    def prefill_call(
+        self,
+        ticket: decode_pb2.Ticket | None,
+        *,
+        forced: tuple[int, ...] = (),
+        channel: grpc.aio.Channel | None = None,
+        trace: TraceContext | None = None,
+        attempt: int = 1,
+        retains_prompt: bool = False,
+    ) -> grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]:
+        """The call that `prefill` reads. A ticket names its attempt."""
+        request = prefill_pb2.PrefillRequest(
+            ref=self.ref(ticket.attempt if ticket is not None else attempt),
+            prompt_token_ids=self.prompt,
+            sampling=sampling_to_wire(self.params),
+            ticket=ticket,
+            forced_first_tokens=forced,
+            retains_prompt=retains_prompt,
+        )
+        request = self._cluster.seals.seal(Purpose.PROMPT, self._cluster.prefill.seal_name, request)
+        stub = prefill_pb2_grpc.PrefillServiceStub(channel or self._cluster.prefill_channel)
+        return stub.Prefill(request, metadata=trace_metadata(trace))
 
 
 class KeptLeases:

@@ -36,6 +36,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, self.windows)
         self.holders: list[Holder] = []
+        self.retained: list[list[BlockHash]] = []
         #: Matchable hashes of the first group according to the pool's events.
         self.mirror: set[BlockHash] = set()
 
@@ -103,6 +104,37 @@ class PoolMachine(RuleBasedStateMachine):
         holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
         self.pool.release(reversed(holder.blocks))
 
+    @rule(tokens=contents)
+    def retain(self, tokens: list[int]) -> None:
+        self.retained.append(hash_blocks(KEY, tokens, BLOCK_SIZE))
+        self.pool.retain(self.retained[-1])
+
+    @precondition(lambda self: self.retained)
+    @rule(data=st.data())
+    def end_retention(self, data: st.DataObject) -> None:
+        self.pool.end_retention(self.retained.pop(data.draw(st.integers(0, len(self.retained) - 1))))
+
+    @precondition(lambda self: self.pool.num_free)
+    @rule()
+    def evict(self) -> None:
+        """What is retained is evicted when nothing else is left."""
+        everything = [hash_ for by_hash in self.pool._by_hash for hash_ in by_hash]
+        found = {
+            each: [self.pool.count_prefix([each], group) for group in range(len(self.windows))] for each in everything
+        }
+        taken = self.pool.allocate(1)
+        assert taken is not None
+        retained = {block_hash for hashes in self.retained for block_hash in hashes}
+        lost = [
+            each
+            for each in everything
+            if [self.pool.count_prefix([each], group) for group in range(len(self.windows))] != found[each]
+        ]
+        if retained.intersection(lost):
+            assert not self.pool._cached
+            assert not self.pool._uncached
+        self.pool.release(taken)
+
     @rule()
     def listen(self) -> None:
         events = self.pool.drain_events()
@@ -118,11 +150,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity(holder.blocks for holder in self.holders)
         used = {block for holder in self.holders for block in holder.blocks}
         assert self.pool.num_free == NUM_BLOCKS - len(used)
+        assert self.pool.num_retained == len({block_hash for hashes in self.retained for block_hash in hashes})
 
     def teardown(self) -> None:
         for holder in self.holders:
             self.pool.release(reversed(holder.blocks))
+        for hashes in self.retained:
+            self.pool.end_retention(hashes)
         assert self.pool.num_free == NUM_BLOCKS
+        assert not self.pool.num_retained
         self.pool.check_integrity([])
 
 

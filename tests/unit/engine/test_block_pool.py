@@ -238,3 +238,51 @@ def test_a_block_of_one_kv_group_is_never_registered_for_another() -> None:
     pool.register(block, name(1), 1)
     with pytest.raises(AssertionError, match="another hash or KV group"):
         pool.register(block, name(1), 0)
+
+
+def test_what_is_retained_is_evicted_last_and_from_its_tail() -> None:
+    pool = BlockPool(4, 16)
+    cached(pool, 1, 2, 3, 4)
+    pool.retain([name(1), name(2)])
+    taken = [*held(pool, 2)]
+    assert [pool.count_prefix([name(number)]) for number in (1, 2, 3, 4)] == [1, 1, 0, 0]
+    taken += held(pool, 1)
+    assert [pool.count_prefix([name(number)]) for number in (1, 2)] == [1, 0]
+    pool.release(taken)
+    pool.check_integrity()
+
+
+def test_blocks_that_are_released_while_their_hash_is_retained_are_evicted_last() -> None:
+    pool = BlockPool(2, 16)
+    pool.retain([name(1)])
+    (block,) = held(pool, 1)
+    pool.register(block, name(1))
+    pool.release([block])
+    cached(pool, 2)
+    held(pool, 1)
+    assert pool.count_prefix([name(1)]) == 1
+    assert pool.count_prefix([name(2)]) == 0
+
+
+def test_a_hash_is_retained_until_each_retention_has_ended() -> None:
+    pool = BlockPool(2, 16)
+    cached(pool, 1, 2)
+    pool.retain([name(1)])
+    pool.retain([name(1)])
+    pool.end_retention([name(1)])
+    assert pool.num_retained == 1
+    held(pool, 1)
+    assert pool.count_prefix([name(1)]) == 1
+    pool.end_retention([name(1)])
+    assert pool.num_retained == 0
+    held(pool, 1)
+    assert pool.count_prefix([name(1)]) == 0
+
+
+def test_blocks_count_as_just_used_when_their_retention_ends() -> None:
+    pool = BlockPool(3, 16)
+    cached(pool, 1, 2, 3)
+    pool.retain([name(1)])
+    pool.end_retention([name(1)])
+    held(pool, 2)
+    assert [pool.count_prefix([name(number)]) for number in (1, 2, 3)] == [1, 0, 0]
