@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
@@ -152,6 +153,8 @@ class ConversationBody(GeneratingBody):
 
 class MessagesBody(ConversationBody):
     """POST /v1/messages."""
+
+    nothing: ClassVar[Mapping[str, tuple[object, ...]]] = {"seed": (-1,)}
 
     max_tokens: Annotated[
         int, Ge(1), Le(UINT32_MAX), Field(description="Tokens to generate at most. The context may end before.")

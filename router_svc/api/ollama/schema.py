@@ -87,6 +87,8 @@ class OllamaOptions(LenientModel):
 
 
 _NO_OPTIONS = OllamaOptions()
+#: As Ollama has it.
+_NO_SEED = -1
 
 
 class OllamaBody(GeneratingBody):
@@ -133,11 +135,12 @@ class OllamaBody(GeneratingBody):
     def _shared_fields(self) -> dict[str, Any]:
         """What chats and completions have of the body, under their names."""
         options = self.options or _NO_OPTIONS
-        own = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+        own = ("temperature", "top_k", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty")
         return {
             "model": self.model,
             "stream": self.stream is not False,
             "response_format": self._response_format(),
+            "seed": None if options.seed == _NO_SEED else options.seed,
             "repetition_penalty": options.repeat_penalty,
             "cache_salt": self.cache_salt,
             "priority": self.priority,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, MaxLen
@@ -63,6 +64,7 @@ class Text(LenientModel):
 class ResponsesBody(GeneratingBody):
     """POST /v1/responses."""
 
+    nothing: ClassVar[Mapping[str, tuple[object, ...]]] = {"seed": (-1,), "previous_response_id": ("",)}
     tolerates_unknown_fields: ClassVar[bool] = True
 
     input: Items
