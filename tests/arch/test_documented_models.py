@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.model.fetch import gguf_keys
 from pdserve.model.known_fields import FILES, KnownFields
-from tests.arch.documents import section, table_rows
+from tests.arch.documents import read, section, table_rows
 
 SECTIONS = {
     **FILES,
@@ -34,3 +34,11 @@ def test_every_field_of_a_file_is_documented(heading: str) -> None:
     assert found == dict(known.refused)
     listed = re.split(r"\.\s", text.split("Without effect:")[1])[0]
     assert sorted(_names(listed)) == sorted(known.ignored)
+
+
+def test_the_test_of_each_field_that_is_used_exists() -> None:
+    rows = [row for heading in SECTIONS for row in table_rows(section("docs/models.md", heading)) if len(row) == 3]
+    assert len(rows) > 20
+    for fields, _, named in rows:
+        path, _, name = named.strip("`").partition("::")
+        assert re.search(rf"^(async )?def {name}\(", read(path), re.MULTILINE), f"{fields}: {named}"

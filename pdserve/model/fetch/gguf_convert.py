@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 #: Part of the names of cached directories. Increase it when their content changes, so that older ones are not used.
-CONVERTER_VERSION = 3
+CONVERTER_VERSION = 4
 
 
 def convert_gguf(path: Path, out_dir: Path, progress: ProgressCallback) -> None:
@@ -64,6 +64,11 @@ def _write_tokenizer(gguf: GgufFile, out_dir: Path) -> None:
     template = metadata.text("tokenizer.chat_template", "")
     if template:
         (out_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
+    of_tools = metadata.text("tokenizer.chat_template.tool_use", "")
+    if of_tools:
+        path = out_dir / "additional_chat_templates" / "tool_use.jinja"
+        path.parent.mkdir()
+        path.write_text(of_tools, encoding="utf-8")
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -54,7 +54,7 @@ TOKENIZER = KnownFields(
     used=names_of(
         "ggml.model ggml.pre ggml.tokens ggml.scores ggml.token_type ggml.merges ggml.bos_token_id ggml.eos_token_id "
         "ggml.eot_token_id ggml.eom_token_id ggml.unknown_token_id ggml.padding_token_id ggml.add_bos_token "
-        "ggml.add_eos_token ggml.add_space_prefix chat_template"
+        "ggml.add_eos_token ggml.add_space_prefix chat_template chat_template.tool_use"
     ),
     refused={
         "ggml.remove_extra_whitespaces": (False,),
@@ -97,7 +97,8 @@ def check_keys(gguf: GgufFile, architecture: str) -> None:
     for prefix, known in ((f"{architecture}.", MODEL), ("tokenizer.", TOKENIZER), ("general.sampling.", SAMPLING)):
         fields = below(gguf.metadata, prefix)
         known.check(fields)
-        unknown += [f"{prefix}{name}" for name in known.unknown(fields)]
+        named = {f"chat_template.{name}" for name in fields.texts("chat_templates")}
+        unknown += [f"{prefix}{name}" for name in known.unknown(fields) if name not in named]
     if unknown:
         log.info("gguf_keys_unknown", file=str(gguf.path), keys=unknown)
 

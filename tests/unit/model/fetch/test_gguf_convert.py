@@ -69,6 +69,16 @@ def test_a_converted_directory_generates_text(tmp_path: Path) -> None:
     assert tokenizer.decode(outputs[0], skip_special_tokens=False)
 
 
+def test_the_template_for_conversations_with_tools_is_kept(tmp_path: Path) -> None:
+    config = ModelConfig.from_hf(LLAMA)
+    keys = {"tokenizer.chat_template.tool_use": "tools: {{ tools }}", "tokenizer.chat_template.rag": "documents"}
+    write_model(tmp_path / "model.gguf", "llama", config, random_tensors(config), others=keys)
+    template = ChatTemplate.from_dir(converted(tmp_path))
+    assert template.render([{"role": "user", "content": "HELLO"}]) == "HELLO"
+    assert template.for_tools is not None
+    assert template.for_tools.render([], tools=[]) == "tools: []"
+
+
 def test_frequency_divisors_become_rope_parameters(tmp_path: Path) -> None:
     config = ModelConfig.from_hf(LLAMA)
     factors = [1.0, 2.0, 4.0, 8.0]

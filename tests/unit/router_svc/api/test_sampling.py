@@ -12,7 +12,7 @@ from pdserve.base.errors import SetupError, TooLarge
 from pdserve.base.sampling import SamplingParams
 from pdserve.base.wire import sampling_to_wire
 from router_svc.api.body import SamplingFields
-from router_svc.api.generations import COMPLETIONS, GenerationFactory
+from router_svc.api.generations import CHAT, COMPLETIONS, GenerationFactory
 from router_svc.api.ids import Ids
 from router_svc.api.parse import validate
 from router_svc.api.sampling import MAX_LOGPROB_ENTRIES, MAX_PROMPT_LOGPROB_ENTRIES, EndpointFields
@@ -75,6 +75,21 @@ async def test_a_top_k_within_the_vocabulary_is_kept(model: ServedModel) -> None
 async def test_the_default_of_a_model_is_limited_like_a_client(model: ServedModel) -> None:
     own = replace(model, defaults=SamplingDefaults(top_k=2**31 - 1))
     assert (await made(own, {})).top_k == 0
+
+
+async def test_each_field_of_a_generation_config_is_the_default_of_requests(model: ServedModel, tmp_path: Path) -> None:
+    fields: dict[str, float] = {"temperature": 0.5, "top_p": 0.25, "top_k": 20, "min_p": 0.125}
+    fields |= {"repetition_penalty": 1.25, "max_new_tokens": 7, "min_new_tokens": 2}
+    text = json.dumps({**fields, "stop_strings": ["END"]})
+    (tmp_path / "generation_config.json").write_text(text, encoding="utf-8")
+    own = replace(model, defaults=SamplingDefaults.from_dir(tmp_path))
+    factory = GenerationFactory(model=own, max_model_len=100, ids=Ids.make("chatcmpl-", None), endpoint=CHAT)
+    endpoint = EndpointFields(max_tokens=None, default_max_tokens=None)
+    [generation] = await factory.make(validate(SamplingFields, {}), endpoint, [[1, 2, 3]])
+    sampling = generation.sampling
+    assert (sampling.max_tokens, sampling.min_tokens) == (7, 2)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.25, 20, 0.125)
+    assert (sampling.repetition_penalty, generation.text.stop) == (1.25, ("END",))
 
 
 @pytest.mark.parametrize("top_k", [-1, 0])
