@@ -80,6 +80,10 @@ check: install ## The tests that your change can affect, in under a minute; ARGS
 audit: install ## Known vulnerabilities of the pinned packages, which needs an advisory service, and of images
 	@$(BIN)/python -m tests.dependencies.audit $(ARGS)
 
+.PHONY: digests
+digests: install ## The digests of the images of others at their registries, for Compose and Kubernetes; needs docker buildx
+	@$(BIN)/python -m tests.dependencies.digests $(ARGS)
+
 .PHONY: fuzz
 fuzz: install ## Damaged and forged input of all kinds, for MINUTES=10 minutes
 	$(BIN)/python -m tests.fuzz $(or $(MINUTES),10)
