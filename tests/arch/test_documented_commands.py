@@ -72,7 +72,17 @@ SERVICE_CONFIGS: dict[str, type[Any]] = {
 #: Flags in our documents that belong to other programs.
 FOREIGN_FLAGS = {
     *("--appendonly", "--cap-add", "--enable-feature", "--for", "--ipc", "--pid", "--save", "--shm-size", "--target"),
-    *("--entrypoint", "--force-recreate", "--no-recreate", "--rm", "--scale", "--timeout", "--ulimit", "--volumes"),
+    *(
+        "--entrypoint",
+        "--env-file",
+        "--force-recreate",
+        "--no-recreate",
+        "--rm",
+        "--scale",
+        "--timeout",
+        "--ulimit",
+        "--volumes",
+    ),
     "--no-build",
     *("--again", "--areas"),  # python -m tests.fuzz
     *("--list", "--ci"),  # python -m tests.check, python -m tests.deploy

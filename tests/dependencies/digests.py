@@ -43,7 +43,7 @@ def digest_of(reference: str) -> str:
 
 def variables() -> dict[str, str]:
     """The images of others in compose/, by the variables that replace them."""
-    others = {f"{each.name}:{each.tag}" for each in named_images()}
+    others = {each.reference for each in named_images()}
     texts = (path.read_text(encoding="utf-8") for path in sorted((ROOT / "compose").glob("*.yaml")))
     found = (match for text in texts for match in _VARIABLE.finditer(text))
     return {match["variable"]: match["reference"] for match in found if match["reference"] in others}
@@ -57,7 +57,7 @@ def as_env(digests: Mapping[str, str]) -> str:
 
 def as_component(images: list[Image], digests: Mapping[str, str]) -> str:
     """A component of kustomize for the images in k8s/."""
-    names = {each.name: f"{each.name}:{each.tag}" for each in images if each.file.parts[0] == "k8s"}
+    names = {each.name: each.reference for each in images if each.area == "k8s"}
     entries = [f"  - name: {name}\n    digest: {digests[reference]}\n" for name, reference in sorted(names.items())]
     return "apiVersion: kustomize.config.k8s.io/v1alpha1\nkind: Component\nimages:\n" + "".join(entries)
 
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     out: Path = parser.parse_args(arguments).out
     images, digests, missing = list(named_images()), dict[str, str](), 0
-    for reference in sorted({f"{each.name}:{each.tag}" for each in images}):
+    for reference in sorted({each.reference for each in images}):
         try:
             digests[reference] = digest_of(reference)
             print(f"{reference}@{digests[reference]}")

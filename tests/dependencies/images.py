@@ -41,6 +41,16 @@ class Image:
     tag: str
 
     @property
+    def reference(self) -> str:
+        """Name and tag."""
+        return f"{self.name}:{self.tag}"
+
+    @property
+    def area(self) -> str:
+        """`compose` or `k8s`."""
+        return str(self.file).partition("/")[0]
+
+    @property
     def problem(self) -> str | None:
         """Why it may not be used; None if it may."""
         where, full = f"{self.file}: {self.name}:{self.tag}", re.match(r"v?(\d+\.\d+\.\d+)", self.tag)

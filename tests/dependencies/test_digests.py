@@ -39,11 +39,11 @@ def test_compose_and_kustomize_get_the_digest_of_each_image(tmp_path: Path) -> N
     lines = dict(line.split("=") for line in (tmp_path / "images.env").read_text().splitlines())
     assert lines == {name: f"{reference}@{_digest(reference)}" for name, reference in variables().items()}
     assert {reference for _, reference in variables().items()} == {
-        f"{each.name}:{each.tag}" for each in named_images() if each.file.parts[0] == "compose"
+        each.reference for each in named_images() if each.area == "compose"
     }
     component = yaml.safe_load((tmp_path / "images" / "kustomization.yaml").read_text())
     [redis] = component["images"]
-    [tag] = {each.tag for each in named_images() if each.name == "redis" and each.file.parts[0] == "k8s"}
+    [tag] = {each.tag for each in named_images() if each.name == "redis" and each.area == "k8s"}
     assert redis == {"name": "redis", "digest": _digest(f"redis:{tag}")}
 
 

@@ -16,7 +16,7 @@ def test_images_have_full_versions_without_a_known_vulnerability() -> None:
 
 def test_every_image_of_the_table_is_in_use() -> None:
     assert {each.name for each in named_images()} == FIXED_IN.keys()
-    users = {str(each.file).partition("/")[0] for each in named_images() if each.name == "redis"}
+    users = {each.area for each in named_images() if each.name == "redis"}
     assert users == {"compose", "k8s"}
 
 

@@ -6,12 +6,13 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.arch.documents import ROOT
-from tests.deploy.compose_files import BASE, COMPOSE, load
+from tests.deploy.compose_files import BASE, COMPOSE, GPU, load
 from tests.deploy.dockerfile import TEXT, arguments, environment, lineage, stages
 
 IMAGES = ("router", "cpu", "cuda")
@@ -90,6 +91,18 @@ def test_compose_builds_on_the_same_base_image() -> None:
         build = services[name]["build"]
         assert build["target"] == target
         assert build["args"]["BASE_IMAGE"] == arguments()["BASE_IMAGE"]
+
+
+def test_the_image_for_gpus_has_either_cuda() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    [version] = [text.partition("=")[2] for text in stages()["requirements"].of("ARG")]
+    assert f"cuda{version}" in extras
+    [made] = [text for text in stages()["requirements"].of("RUN") if "requirements.py" in text]
+    assert 'requirements.py otel "cuda${CUDA}"' in made
+    given = load(GPU)["services"]["model"]["build"]["args"]
+    assert (str(given["CUDA"]), given["CUDA_TORCH_INDEX"]) == (version, None)
+    declared = stages()["requirements"].of("ARG") + stages()["cuda-environment"].of("ARG")
+    assert {text.partition("=")[0] for text in declared} == given.keys()
 
 
 def test_the_largest_images_come_last_for_builders_that_make_every_stage() -> None:

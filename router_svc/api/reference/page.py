@@ -1,4 +1,8 @@
-"""/openapi.json, and /docs: a page that shows it, of files of this router alone."""
+"""/openapi.json, and /docs: a page that shows it, of files of this router alone.
+
+The page has 12 KB and runs under the strictest policy of a browser. The usual viewers have 1.7 MB of script
+(`swagger-ui-dist`) and 3.6 MB (`@scalar/api-reference`), which every image of a router would carry.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Dashboards as values, and their form as Grafana's JSON."""
+"""Dashboards as values, and their form as Grafana's JSON.
+
+Grafana's own builder (`grafana-foundation-sdk`) would replace half of this file, and its releases follow Grafana's, so
+that dashboards would change with them.
+"""
 
 from __future__ import annotations
 
