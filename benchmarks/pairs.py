@@ -63,6 +63,13 @@ def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
+def median_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """The median of at least 8 ratios, and the ends of its 95 % interval, which hold for every distribution."""
+    ranked, count = sorted(ratios), len(ratios)
+    below = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2) - 1)
+    return statistics.median(ranked), ranked[below], ranked[count - 1 - below]
+
+
 def pairs(
     urls: tuple[str, str], load: Load, count: int, output_len: int
 ) -> Iterator[tuple[dict[str, float], dict[str, float]]]:

@@ -29,9 +29,9 @@ class DecodeConfig(WorkerConfig):
         minimum=1,
     )
     replication_interval_ms: float = option(
-        250.0,
-        help="milliseconds between two copies of new KV blocks to another decode worker, where requests go on if this "
-        "one is lost; 0 makes none",
+        0.0,
+        help="milliseconds between two copies of new KV blocks to another decode worker, where requests go on sooner "
+        "if this one is lost; about 2 % of the processor time at 500; 0 makes none",
         minimum=0,
     )
     max_reserved_share: float = option(0.5, help="share of the KV blocks that may wait for transfers", minimum=0.01)

@@ -26,7 +26,7 @@ from pdserve.worker.serve.worker import Worker
 log = get_logger(__name__)
 
 #: Intervals that a request runs before it has copies: one that is younger is computed again at little cost.
-_MIN_AGE = 2
+_MIN_AGE = 1
 #: Pause before a router hears again that a worker is wanted.
 _AGAIN_S = 5.0
 #: Rounds in a row that are left out while handovers use the wire.

@@ -30,6 +30,8 @@ from pdserve.cli.worker_forks import fork_server
 _BACKOFF = BackoffPolicy(first_s=0.5, max_s=0.5)
 #: Streams outlive their router. The user's environment wins.
 _RESUMABLE = {"PDSERVE_ROUTER__RESUME_TIMEOUT_S": "120"}
+#: Requests go on where copies of their blocks are, so that faults meet copies, too.
+_COPIED = {"PDSERVE_DECODE__REPLICATION_INTERVAL_MS": "250"}
 
 
 @dataclass(slots=True)
@@ -118,7 +120,7 @@ async def running_cluster(config: ChaosConfig, log_dir: Path) -> AsyncIterator[C
             hostname=socket.gethostname(),
             run_dir=run_dir,
             log_dir=log_dir,
-            variables=child_environment(**own_secret(up, run_dir)),
+            variables={**_COPIED, **child_environment(**own_secret(up, run_dir))},
             python_flags=python_flags(),
         )
         async with supervising(cluster.on_event, backoff=_BACKOFF) as supervisor:
