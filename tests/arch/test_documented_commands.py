@@ -84,6 +84,7 @@ FOREIGN_FLAGS = {
         "--volumes",
     ),
     "--no-build",
+    *("--create-namespace", "--namespace", "--set"),  # helm
     *("--again", "--areas"),  # python -m tests.fuzz
     *("--list", "--ci"),  # python -m tests.check, python -m tests.deploy
     *("--requests", "--faults", "--trace", "--replay", "--mutation"),  # python -m tests.simulation

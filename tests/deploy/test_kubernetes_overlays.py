@@ -92,7 +92,7 @@ def test_a_pair_on_gpus_shares_them_so_that_kv_may_take_nvlink() -> None:
 
 
 def test_the_pod_of_a_worker_is_written_once() -> None:
-    files = [path for path in K8S.rglob("*.yaml") if not path.is_relative_to(RENDERED)]
+    files = [path for path in K8S.rglob("*.yaml") if not (path.is_relative_to(RENDERED) or path.is_symlink())]
     texts = {str(path.relative_to(K8S)): path.read_text(encoding="utf-8") for path in files}
     for line in ("name: UCX_TCP_PORT_RANGE", "claimName: pdserve-models", "mountPath: /run/secrets/pdserve-peer"):
         owners = {name for name, text in texts.items() if line in text}

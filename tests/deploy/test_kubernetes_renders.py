@@ -44,8 +44,9 @@ def test_a_change_of_any_source_changes_the_digest() -> None:
 
 def test_every_file_of_k8s_is_in_a_render() -> None:
     used = set().union(*(sources(directory) for directory in overlays().values()))
-    # Values for a chart, and rules and dashboards, from which files of the overlay are generated.
+    # Values for a chart of others, our own chart, rules and dashboards, from which files of the overlay are generated.
     others = {K8S / "components/hpa/adapter-rules.yaml", *RENDERED.rglob("*"), *MONITORING.rglob("rules/*")}
+    others |= {*(K8S / "chart").rglob("*")}
     unused = {path for path in K8S.rglob("*") if path.is_file() and not path.name.startswith(".")} - used - others
     assert unused == set()
 
