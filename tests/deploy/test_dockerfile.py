@@ -85,6 +85,23 @@ def test_what_an_unknown_user_has_no_home_for_is_writable_for_group_0() -> None:
     assert f"chmod 2775 /models {writable}" in setup
 
 
+def test_the_image_for_rdma_is_that_for_gpus_with_a_ucx_that_has_verbs() -> None:
+    stage, build = stages()["rdma"], stages()["ucx-environment"]
+    assert stage.base == "cuda"
+    assert stage.of("COPY") == ["--from=ucx-environment /opt/ucx /opt/ucx"]
+    assert stage.of("USER")[-1] == "1000:0"
+    variables = environment("rdma")
+    assert variables["LD_LIBRARY_PATH"] == "/opt/ucx/lib"
+    component = (ROOT / "k8s" / "components" / "rdma" / "worker.yaml").read_text(encoding="utf-8")
+    assert f'value: "{variables["RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"]}"' in component
+    [version] = [text.partition("=")[2] for text in build.of("ARG") if text.startswith("UCX=")]
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert f"libucx-cu13=={version}\n" in pinned
+    [made] = [text for text in build.of("RUN") if "configure-release" in text]
+    assert "--prefix=/opt/ucx " in made
+    assert "--with-verbs" in made
+
+
 def test_compose_builds_on_the_same_base_image() -> None:
     services = load(BASE)["services"]
     for name, target in {"secrets": "router", "model": "cpu"}.items():
@@ -107,7 +124,8 @@ def test_the_image_for_gpus_has_either_cuda() -> None:
 
 def test_the_largest_images_come_last_for_builders_that_make_every_stage() -> None:
     order = list(stages())
-    assert order.index("router") < order.index("cpu") < order.index("cuda-environment")
+    names = ("router", "cpu", "cuda-environment", "cuda", "ucx-environment", "rdma")
+    assert sorted(names, key=order.index) == list(names)
 
 
 def test_the_build_gets_what_it_copies() -> None:
