@@ -2,7 +2,7 @@
 
 Start both clusters on one machine, of two checkouts with the same flags. Each pair has one run on each, in an order
 that alternates, with the same requests: one at a time for TTFT and TPOT, and 16 at a time for the output. What is shown
-is the geometric mean of the ratios after / before with its 95 % interval. A cluster without requests costs nothing.
+is the median of the ratios after / before with its 95 % interval. A cluster without requests costs nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from pathlib import Path
 
 from benchmarks.environment import describe, heading
 from benchmarks.result_files import write_results
-
-#: Two-sided 95 % quantiles of Student's t, by degrees of freedom from 1 on; beyond, those of the last one.
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +52,8 @@ def run(url: str, load: Load, seed: int, output_len: int) -> dict[str, float]:
     return {name: float(result[name]) for name in load.figures}
 
 
-def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """The geometric mean of the ratios, and the ends of its 95 % interval."""
-    logs = [math.log(ratio) for ratio in ratios]
-    mean, spread = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
-    half = _T[min(len(logs) - 1, len(_T)) - 1] * spread
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
-
-
 def median_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """The median of at least 8 ratios, and the ends of its 95 % interval, which hold for every distribution."""
+    """The median of at least 8 ratios, and the ends of its 95 % interval, whatever their distribution."""
     ranked, count = sorted(ratios), len(ratios)
     below = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2) - 1)
     return statistics.median(ranked), ranked[below], ranked[count - 1 - below]
@@ -86,13 +75,14 @@ def main() -> None:
     parser.add_argument("before")
     parser.add_argument("after")
     parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--load", type=int, choices=range(len(LOADS)), help="one of the two loads; default: both")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of each output; default: 64")
     parser.add_argument("--title", required=True, help="what was changed")
     parser.add_argument("--directory", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     samples: dict[str, list[tuple[float, float]]] = {}
     urls = (arguments.before, arguments.after)
-    for load in LOADS:
+    for load in LOADS if arguments.load is None else (LOADS[arguments.load],):
         for url in urls:
             run(url, load, 10**6, arguments.output_len)  # Not counted.
         for before, after in pairs(urls, load, arguments.pairs, arguments.output_len):
@@ -103,7 +93,7 @@ def main() -> None:
     lines = [f"# {arguments.title}", "", heading(machine, about), ""]
     lines += ["| figure | before | after | ratio | 95 % |", "| --- | --- | --- | --- | --- |"]
     for name, measured in samples.items():
-        ratio, low, high = interval([after / before for before, after in measured])
+        ratio, low, high = median_interval([after / before for before, after in measured])
         before, after = (statistics.median(column) for column in zip(*measured, strict=True))
         lines.append(f"| {name} | {before:.2f} | {after:.2f} | {ratio:.4f} | {low:.4f} to {high:.4f} |")
     today = dt.datetime.now(tz=dt.UTC).date()
