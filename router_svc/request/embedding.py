@@ -28,7 +28,7 @@ class Embedding(PromptAttempts[bytes]):
         """Returns when the client has the embedding. Raises the error for the client."""
         context = self._context
         if not context.generation.needs_whole_prompt:
-            context.overlap = await context.cluster.overlap(context.hashes)
+            await context.placer.look_up(context.hashes)
         values = await self._result()
         context.journal.scored(has_output=False)
         delta = ChoiceDelta(choice_index=0, text="", embedding=values)

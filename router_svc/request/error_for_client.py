@@ -12,17 +12,17 @@ def error_for_client(refusal: PdserveError, context: RequestContext, home: Home)
 
     `home`: of the last decode worker that has added tokens.
     """
-    cluster = context.cluster
+    cluster, placer = context.cluster, context.placer
     ready = cluster.ready("decode")
-    if ready and not any(map(context.is_understood_by, ready)):
+    if ready and not any(map(placer.is_understood_by, ready)):
         return NoWorkers(
             "No decode worker that is ready knows all fields of the request, such as structured output. Update the "
             "workers, or leave the fields out."
         )
-    if ready and not any(map(context.fits_on, ready)):
+    if ready and not any(map(placer.fits_on, ready)):
         longest = max(worker.max_model_len for worker in ready)
         return NoWorkers(
-            f"The request may take {context.max_len} tokens with its prompt, and the decode workers that are ready "
+            f"The request may take {placer.max_len} tokens with its prompt, and the decode workers that are ready "
             f"hold {longest} at most. Retry later, or lower max_tokens."
         )
     if isinstance(refusal, (TransferError, StaleError)) and not ready:

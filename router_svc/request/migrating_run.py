@@ -148,12 +148,16 @@ class MigratingRun:
         if call is None or call.replica_wanted is None:
             return
         failed, call.replica_wanted = call.replica_wanted, None
-        excluded = {context.replica} if context.replica is not None and context.replica[1] == failed else set()
-        context.replica, source = None, current.placement.worker
-        target = context.choose_move(source, excluded, needs_room=True)
+        excluded = (
+            {context.placer.replica}
+            if context.placer.replica is not None and context.placer.replica[1] == failed
+            else set()
+        )
+        context.placer.replica, source = None, current.placement.worker
+        target = context.placer.choose_move(source, excluded, needs_room=True)
         if target is None:
             return
-        worker, context.replica = target.worker, target.incarnation
+        worker, context.placer.replica = target.worker, target.incarnation
         replicate_to = decode_pb2.ReplicateTo(
             worker_id=worker.worker_id, epoch=worker.epoch, grpc_address=worker.grpc_address
         )
@@ -172,9 +176,11 @@ class MigratingRun:
         self._next_try_at = now + self._retry_s
         output = self._context.output
         can_move = call.has_started and output.has_first_tokens and not output.is_finished
-        if not can_move or self._context.deaths.tier is not None:
+        if not can_move or self._context.placer.deaths.tier is not None:
             return
-        target = self._context.choose_move(current.placement.worker, self._failed, needs_room=not call.must_leave)
+        target = self._context.placer.choose_move(
+            current.placement.worker, self._failed, needs_room=not call.must_leave
+        )
         if target is not None:
             self._reason = call.leave_reason
             self._start(tasks, current, target)

@@ -74,13 +74,13 @@ class PromptAttempts(ABC, Generic[Result]):
         await context.note_failure(placement.worker, error)
         if isinstance(error, Draining):
             self._draining.add(placement.incarnation)
-        context.exclude_prefill(placement, error)
+        context.placer.exclude_prefill(placement, error)
         if self._choose() is None and not self._may_wait():
             raise error
         context.journal.retry(error, placement.worker)
 
     def _choose(self) -> Placement | None:
-        return self._context.choose_without_output(self.version)
+        return self._context.placer.choose_without_output(self.version)
 
     async def _placement(self) -> Placement:
         """A worker to ask. Raises `NoWorkers` when none is expected."""
@@ -96,7 +96,7 @@ class PromptAttempts(ABC, Generic[Result]):
         """Whether a worker may come: not while there are some, all of which have failed the request."""
         context = self._context
         staying = {incarnation_of(worker) for worker in context.cluster.ready("prefill")} - self._draining
-        if staying or not context.deaths.may_reach("prefill"):
+        if staying or not context.placer.deaths.may_reach("prefill"):
             return False
         self._was_expected = self._was_expected or context.cluster.expects("prefill")
         return self._was_expected

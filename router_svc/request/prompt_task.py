@@ -12,6 +12,7 @@ from router_svc.request.context import RequestContext
 from router_svc.request.fair_order import QueueSlot
 from router_svc.request.gate import Gate
 from router_svc.request.output import Output
+from router_svc.request.placer import Placer
 from router_svc.request.prompt_log import PromptLog
 from router_svc.request.quarantine import Quarantine
 from router_svc.request.saga import Saga
@@ -68,18 +69,20 @@ class PromptTask:
         stream.end(error)
 
     async def _run(self, cluster: Cluster, output: Output, stream: DeltaStream, quarantine: Quarantine) -> None:
+        generation = self._generation
+        max_len = len(generation.prompt) + generation.sampling.max_tokens
         context = RequestContext(
-            generation=self._generation,
+            generation=generation,
             hashes=self._hashes,
             cluster=cluster,
             journal=self._journal,
             output=output,
             stream=stream,
-            sampling=sampling_to_wire(self._generation.sampling),
+            sampling=sampling_to_wire(generation.sampling),
             prompt=QueuedPrompt(cluster.in_flight),
+            placer=Placer(generation, cluster, output, fills_context=max_len >= cluster.max_model_len(0)),
             quarantine=quarantine,
             log=self._log,
         )
-        context.fills_context = context.max_len >= cluster.max_model_len(0)
         async with context.retained:
             await Saga(context).run()

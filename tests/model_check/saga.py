@@ -38,6 +38,7 @@ from router_svc.request import decode_attempt, saga
 from router_svc.request.calls import DecodeFailed, _Reported
 from router_svc.request.context import RequestContext
 from router_svc.request.decode_attempt import DecodeAttempt
+from router_svc.request.placer import Placer
 from router_svc.request.recovery import MAX_BROKEN
 from router_svc.request.saga import Saga
 from router_svc.request.scoring import Scoring
@@ -189,6 +190,7 @@ def _new_saga(cluster: SagaCluster, bounds: Bounds) -> tuple[Saga, Journal]:
         stream=nothing,
         sampling=_SAMPLING,
         prompt=QueuedPrompt(cluster.in_flight),
+        placer=Placer(generation, any_cluster, any_output),
     )
     return Saga(context), journal
 
@@ -294,9 +296,9 @@ class SagaWorld:
             cluster.now < until,
             run.get("is_full"),
             type(run.get("refusal")),
-            frozenset(context.failed_prefill),
-            context.prefill_failures,
-            context.deaths,
+            frozenset(context.placer.failed_prefill),
+            context.placer.prefill_failures,
+            context.placer.deaths,
             context.decode_answers > saga._answers_at_failure,
             cluster.output.completion_tokens,
             cluster.output.completion_tokens > saga._tokens_at_failure,
@@ -307,13 +309,13 @@ class SagaWorld:
     def _require_hopeless(self, error: PdserveError) -> None:
         """Nobody gives up while a worker that has not failed the request could take it."""
         cluster, saga = self._cluster, self._saga
-        if isinstance(error, RequestError) or saga._broken > MAX_BROKEN or saga._context.deaths.is_over:
+        if isinstance(error, RequestError) or saga._broken > MAX_BROKEN or saga._context.placer.deaths.is_over:
             return
         if not saga._deaths.may_reach("decode"):  # It waits for prefill workers alone.
             return
         if self._bounds.scores and not self._journal._is_scored:
             context = saga._context
-            if context.choose_without_output(SCORING_VERSION) is not None:
+            if context.placer.choose_without_output(SCORING_VERSION) is not None:
                 raise Broken(f"the request fails ({error}) although a prefill worker could score it")
             return
         untried = [

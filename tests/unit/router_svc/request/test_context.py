@@ -1,9 +1,8 @@
-"""Deliveries of two workers to one client, and the choice of a prefill worker."""
+"""Deliveries of two workers to one client."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,14 +19,14 @@ from router_svc.generation import Generation, TextRules
 from router_svc.records.journal import Journal
 from router_svc.request.context import RequestContext
 from router_svc.request.output import ChoiceDelta, Output
+from router_svc.request.placer import Placer
 from router_svc.request.stream import DeltaStream
 from router_svc.routing.cluster import PrefixHashes
 from router_svc.routing.in_flight import InFlight, QueuedPrompt
-from tests.support.records import worker_record
 from tests.support.tiny_model import tokens_of
 
 
-def new_context(model_dir: Path, cluster: object = None) -> RequestContext:
+def new_context(model_dir: Path) -> RequestContext:
     sampling = SamplingParams(max_tokens=5)
     request_id = RequestId("cmpl-1")
     generation = Generation(
@@ -38,16 +37,18 @@ def new_context(model_dir: Path, cluster: object = None) -> RequestContext:
         text=TextRules(),
         endpoint="test",
     )
+    output, no_cluster = Output(generation, read_tokenizer(model_dir)), cast(Any, None)
     journal = cast(Journal, SimpleNamespace(produced=lambda completion_tokens: None))
     return RequestContext(
         generation=generation,
         hashes=PrefixHashes(generation.prompt, generation.cache_salt),
-        cluster=cast(Any, cluster),
+        cluster=no_cluster,
         journal=journal,
-        output=Output(generation, read_tokenizer(model_dir)),
+        output=output,
         stream=DeltaStream([journal], lambda _: None),
         sampling=sampling_to_wire(sampling),
         prompt=QueuedPrompt(InFlight(RouterId("me"))),
+        placer=Placer(generation, no_cluster, output),
     )
 
 
@@ -107,38 +108,3 @@ async def test_tokens_before_those_that_no_worker_sends_reach_the_client(model_d
             await context.deliver(skipped, None)
         context.stream.end()
     assert written == ["H"]
-
-
-def test_a_prompt_is_not_handed_over_from_a_worker_to_itself(model_dir: Path) -> None:
-    """The decode worker may take the role of a prefill worker after it was chosen."""
-    ready = [worker_record("one", tier="prefill"), worker_record("two", tier="prefill")]
-    cluster = SimpleNamespace(ready=lambda tier, layout: ready, in_flight=InFlight(RouterId("me")))
-    context = new_context(model_dir, cluster)
-    for decode, other in (("one", "two"), ("two", "one")):
-        placement = context.choose_prefill(worker_record(decode))
-        assert placement is not None
-        assert placement.worker.worker_id == other
-    del ready[1]
-    assert context.choose_prefill(worker_record("one")) is None
-
-
-@pytest.mark.parametrize(
-    ("lengths", "fills", "able"),
-    [
-        ((64, 32), False, ["64"]),
-        ((32, 16), False, []),
-        ((64, 32), True, ["64"]),
-        ((32, 16, 3), True, ["32", "16"]),
-    ],
-    ids=["one holds it", "none does", "all of the context", "all of a longer context"],
-)
-def test_candidates_hold_the_prompt_and_all_that_may_follow(
-    model_dir: Path, lengths: tuple[int, ...], fills: bool, able: list[str]
-) -> None:
-    """A request for the rest of the context goes on where that is shorter, as far as its output is not longer yet."""
-    context = new_context(model_dir)
-    context.generation = replace(context.generation, sampling=SamplingParams(max_tokens=60))
-    context.fills_context = fills
-    context.output.push([ChoiceTokens(choice_index=0, first_index=0, token_ids=(72, 72))])
-    workers = [replace(worker_record(str(length)), max_model_len=length) for length in lengths]
-    assert [worker.worker_id for worker in context._able(workers)] == able

@@ -67,18 +67,15 @@ async def test_what_is_cached_matters_only_where_it_spares_work(
 def _waiting_for(kind: PoolingKind, read: list[str]) -> Any:
     generation = replace(GENERATION, pooling=Pooling(kind=kind, dimensions=1))
 
-    async def overlap(hashes: str) -> dict[str, int]:
+    async def look_up(hashes: str) -> None:
         read.append(hashes)
-        return {}
 
     def push(deltas: list[ChoiceDelta], *, first_choice: int) -> None:
         assert [(each.embedding, first_choice) for each in deltas] == [(packed(1.0), 3)]
 
-    cluster = SimpleNamespace(overlap=overlap)
+    placer = SimpleNamespace(look_up=look_up)
     journal, stream = SimpleNamespace(scored=lambda has_output: None), SimpleNamespace(push=push)
-    context = SimpleNamespace(
-        generation=generation, cluster=cluster, hashes="hashes", overlap={}, journal=journal, stream=stream
-    )
+    context = SimpleNamespace(generation=generation, placer=placer, hashes="hashes", journal=journal, stream=stream)
     return context, None
 
 
