@@ -164,6 +164,9 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
     def on_layers(self, written: LayersWritten) -> None:
         """Never called: plans of this tier request no reports."""
 
+    def end_idle(self) -> None:
+        """There are none: each call has sequences."""
+
     async def close(self) -> None:
         """Closes the connections of routers, then the transfers into this worker."""
         await self._open.aclose()

@@ -20,6 +20,8 @@ from prefill_svc.session import GaveWay, PromptEvent
 
 #: Share of the blocks that may be retained. The others follow their last use alone, as prefixes that prompts share do.
 _MAX_SHARE = 0.5
+#: Calls that retain something: each holds the message with its prompt.
+_MAX_PROMPTS = 512
 
 
 class RetainedPrompts:
@@ -36,7 +38,7 @@ class RetainedPrompts:
         self._pool.retain(hashes)
         self._hashes[attempt_id] = hashes
         given_way = []
-        while self._pool.num_retained > self._max_hashes:
+        while self._pool.num_retained > self._max_hashes or len(self._hashes) > _MAX_PROMPTS:
             oldest = next(iter(self._hashes))
             self.end(oldest)
             given_way.append(oldest)
@@ -55,15 +57,27 @@ class Retention:
         self._worker = worker
         self._inboxes = inboxes
         self._prompts = RetainedPrompts(worker.model.pool)
+        #: Those of the calls that wait.
+        self._waiting: dict[AttemptId, Inbox[PromptEvent]] = {}
 
     async def until_over(self, inbox: Inbox[PromptEvent], hashes: Items[BlockHash]) -> None:
         """Retains a prompt that is handed over until its call is cancelled or replaced, or it has to give way."""
-        prompts, attempt_id = self._prompts, inbox.attempt_id
+        prompts, attempt_id, given_way = self._prompts, inbox.attempt_id, list[AttemptId]()
+        self._waiting[attempt_id] = inbox
         try:
-            for older in await self._worker.run(lambda: prompts.add(attempt_id, hashes)):
-                self._inboxes.put(*older, GaveWay())
+            try:
+                await self._worker.run(lambda: given_way.extend(prompts.add(attempt_id, hashes)))
+            finally:  # Cancelled or not, they are retained no longer.
+                for older in given_way:
+                    self._inboxes.put(*older, GaveWay())
             with suppress(PdserveError, PeerLeft):
                 while not isinstance(await inbox.next(), GaveWay):
                     pass
         finally:
+            del self._waiting[attempt_id]
             await self._worker.run(lambda: prompts.end(attempt_id))
+
+    def end_all(self) -> None:
+        """Ends all calls."""
+        for inbox in self._waiting.values():
+            inbox.put(GaveWay())

@@ -126,6 +126,10 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
         """Passes a report from within a step to its prompt."""
         self._inboxes.put(written.request_id, written.attempt, written)
 
+    def end_idle(self) -> None:
+        """Retains no prompt any more."""
+        self._retention.end_all()
+
     async def close(self) -> None:
         """Closes the channels to decode workers."""
         await self._channels.close()
@@ -168,7 +172,9 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
                     trace.end(session.times, attributes, ticket=ticket, sent=session.sent, error=failure)
                 if request.retains_prompt and session.outcome == TransferOutcome.COMMITTED:
                     counted.close()  # A worker that drains does not wait for it.
-                    await self._retention.until_over(inbox, job.hashes)
+                    hashes = job.hashes
+                    del request, job, session  # Prompts are large, and this may take long.
+                    await self._retention.until_over(inbox, hashes)
 
     async def _hand_back(self) -> None:
         for attempt_id in await self._worker.run(self.scheduler.hand_back):

@@ -109,6 +109,11 @@ class RolesService:
         for service in self._services.values():
             service.give_up(error)
 
+    def end_idle(self) -> None:
+        """Ends those of both tiers."""
+        for service in self._services.values():
+            service.end_idle()
+
     async def close(self) -> None:
         """Closes both services, the one that sends first."""
         for service in self._services.values():

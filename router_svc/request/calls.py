@@ -224,6 +224,7 @@ async def prefill_call(
     async with cluster.channels.use(worker.worker_id, worker.epoch, worker.grpc_address) as channel:
         sealed = cluster.sealed(Purpose.PROMPT, worker, request)
         call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(sealed, metadata=trace_metadata(trace))
+        del request, sealed  # Prompts are large, and the call may stay open for as long as the request runs.
         try:
             yield PrefillCall(call, worker)
         finally:

@@ -81,7 +81,7 @@ class OpenRequest:
     def _deadline_exceeded(self) -> DeadlineExceeded:
         return DeadlineExceeded(
             f"The request was not complete after {self._timeout_s:g} s, which is its timeout: {self.doing()}. "
-            f"Raise `{TIMEOUT_FIELD}`, ask for fewer tokens, or try when there is less load."
+            f"Raise `{TIMEOUT_FIELD}`, ask for fewer tokens, or try again later."
         )
 
 

@@ -1,6 +1,6 @@
 """What happens to a request after a worker has failed it. Pure policy, as a table; the saga executes the steps.
 
-A decode worker failed       another one is ready     none is, but one is expected     none is expected
+A decode worker failed       another one is ready     none is; it is patient          it is not
 --------------------------   ----------------------   -----------------------------   ----------------------------
 refused: no capacity         another                  wait                            wait
 lost, gone or stale          another                  wait                            fail
@@ -10,6 +10,8 @@ refused as a stranger's      another                  wait                      
   by all, for two seconds    fail                     fail                            fail
 broken in the request        another, once            wait, once                      fail
 the request is wrong         fail                     fail                            fail
+
+Its patience lasts for `--worker-return-timeout-s` from the last answer of a worker on, and while the tier is gone.
 
 How many tokens the client has makes no difference: the next decode worker goes on behind them. How many workers a
 request has lost makes none either: its deadline ends it. From the second failure without a new token in between, a
@@ -120,7 +122,7 @@ def failure_of(error: PdserveError, *, is_reported: bool, is_continuation: bool)
 
 
 def after_decode_failure(
-    failure: Failure, *, broken: int, is_stranger: bool, has_other_decode: bool, is_expected: bool
+    failure: Failure, *, broken: int, is_stranger: bool, has_other_decode: bool, is_patient: bool
 ) -> NextStep:
     """The step after a decode worker has failed.
 
@@ -128,13 +130,13 @@ def after_decode_failure(
         broken: decode workers that broke in this request since its last token, this one included.
         is_stranger: all workers refuse the request as a stranger's.
         has_other_decode: another decode worker can take the request.
-        is_expected: a decode worker is expected back.
+        is_patient: the request waits for a decode worker.
     """
     if failure is Failure.REQUEST or (failure is Failure.BROKEN and broken > MAX_BROKEN) or is_stranger:
         return NextStep.FAIL
     if has_other_decode:
         return NextStep.RETRY
-    return NextStep.WAIT if failure is Failure.CAPACITY or is_expected else NextStep.FAIL
+    return NextStep.WAIT if failure is Failure.CAPACITY or is_patient else NextStep.FAIL
 
 
 def backoff_s(failures: int, key: str) -> float:

@@ -10,7 +10,7 @@
           P lost: a renewed ticket and another P, else D prefills          RETRYING -> RESERVED ...
         P has committed, D decodes                                         DECODING
       D lost: another D goes on behind the tokens that the client has      RETRYING -> RESERVED ...
-      no D is ready, and one is expected back: a pause
+      no D is ready: a pause
 
 `recovery` decides what follows a failure, `quarantine` how many workers a request may lose, and the journal records
 every step.
@@ -192,7 +192,7 @@ class Saga:
             broken=self._broken,
             is_stranger=self._is_stranger,
             has_other_decode=self._choose_decode() is not None,
-            is_expected=self._is_patient(),
+            is_patient=self._is_patient(),
         )
 
     def _is_patient(self) -> bool:
@@ -223,11 +223,12 @@ class Saga:
         """
         placement, waits, since = None, 0, self._now()
         while placement is None:
-            is_gone = self._policy.worker_return_timeout_s > 0 and not self._cluster.ready("decode")
-            if is_gone and self._now() - since >= _GONE_S:  # Whoever comes then is back, and gets the whole time.
-                self._patient_until = self._now() + self._policy.worker_return_timeout_s
-            is_over = not (is_gone or self._is_patient()) if until_capacity is None else self._now() >= until_capacity
-            if is_over:
+            if self._policy.worker_return_timeout_s > 0 and not self._cluster.ready("decode"):
+                until_capacity = None
+                if self._now() - since >= _GONE_S:  # Whoever comes then is back, and gets the whole time.
+                    self._patient_until = self._now() + self._policy.worker_return_timeout_s
+                    self._until_capacity = self._now() + self._policy.reserve_timeout_s
+            elif self._now() >= (self._patient_until if until_capacity is None else until_capacity):
                 raise error_for_client(refusal, self._context, self._home)
             waits += 1
             await self._heartbeat(waits, until_capacity)

@@ -74,7 +74,6 @@ FOREIGN_FLAGS = {
     *("--appendonly", "--cap-add", "--enable-feature", "--for", "--ipc", "--pid", "--save", "--shm-size", "--target"),
     *(
         "--entrypoint",
-        "--env-file",
         "--force-recreate",
         "--no-recreate",
         "--rm",

@@ -1,7 +1,7 @@
 """`make digests`: the digests that the images of others have now, for those who start exactly these.
 
-Writes `images.env`, for `docker compose --env-file`, and `images/kustomization.yaml`, a component for an overlay. What
-the registries say is asked with `docker buildx imagetools`, which knows their logins and mirrors.
+Writes `images.env`, whose lines belong into `compose/.env`, and `images/kustomization.yaml`, a component for an overlay.
+What the registries say is asked with `docker buildx imagetools`, which knows their logins and mirrors.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "keda": {"autoscaling": {"enabled": True}},
     "own-secrets": {"secrets": {"create": False, "peerTls": "pdserve-peer-tls"}},
     "external-redis": {"redis": {"existingSecret": "pdserve-redis"}},
+    "external-state": {"state": {"existingSecret": "pdserve-state"}},
     "monitoring": {"monitoring": {"enabled": True}},
     "kube-prometheus-stack": {"monitoring": {"enabled": True, "labels": {"release": "kube-prometheus-stack"}}},
     "example": {
@@ -47,6 +48,11 @@ CASES: dict[str, dict[str, Any]] = {
 _ALONE = ("monitoring", "kube-prometheus-stack")
 #: The overlay `own-secrets` has its certificates from cert-manager.
 _OF_OTHERS = ("Certificate", "Issuer")
+#: What Helm does with an object of the chart.
+_NOTES = {
+    "PersistentVolumeClaim": {"helm.sh/resource-policy": "keep"},
+    "Job": {"helm.sh/hook": "test", "helm.sh/hook-delete-policy": "before-hook-creation"},
+}
 _MADE_HERE = {"app.kubernetes.io/managed-by", "helm.sh/chart"}
 
 
@@ -65,10 +71,11 @@ def _objects(text: str, namespace: str = NAMESPACE) -> dict[tuple[str, str], Any
     for each in filter(None, yaml.safe_load_all(text)):
         metadata = each["metadata"]
         assert metadata.pop("namespace", namespace) == namespace
-        metadata["name"] = re.sub(r"^(pdserve-secrets|pdserve-smoke-test)-.*", r"\1", metadata["name"])
+        metadata["name"] = re.sub(r"^(pdserve-secrets|pdserve-smoke-test|pdserve-model)-.*", r"\1", metadata["name"])
         metadata["labels"] = {name: text for name, text in metadata.get("labels", {}).items() if name not in _MADE_HERE}
-        kept = {name: text for name, text in metadata.pop("annotations", {}).items() if "helm.sh" not in name}
-        assert not kept, metadata["name"]
+        notes = metadata.pop("annotations", {})
+        if notes:
+            assert notes == _NOTES[each["kind"]], metadata["name"]
         for subject in each.get("subjects", ()):
             assert subject.pop("namespace", namespace) == namespace
         for container in _containers(each):
@@ -152,7 +159,7 @@ def test_all_other_values_are_used(tmp_path: Path) -> None:
     assert claims == {"weights"}
     [container] = pods["r"]["containers"]
     assert {"name": "PDSERVE_ROUTER__MAX_BODY", "value": "1MiB"} in container["env"]
-    assert container["resources"] == {"limits": {"memory": "1Gi"}}
+    assert (container["resources"]["limits"], container["resources"]["requests"]["cpu"]) == ({"memory": "1Gi"}, "250m")
     settings = objects["ConfigMap", "pdserve-settings"]["data"]
     assert {
         name: settings[f"PDSERVE_DECODE__{name}"] for name in ("MAX_MODEL_LEN", "ITL_BUDGET_MS", "DETERMINISTIC")
@@ -165,6 +172,59 @@ def test_all_other_values_are_used(tmp_path: Path) -> None:
     assert redis["image"] == f"redis@{OTHERS['images']['redis']['digest']}"
 
 
+#: Each value is found in the render, whatever else is there.
+MARKED: dict[str, Any] = {
+    "model": {"source": "org/name@revision-1", "directory": "directory-1", "name": "name-1"},
+    "images": {
+        "router": {"digest": "sha256:" + "b" * 64},
+        "worker": {"digest": "sha256:" + "c" * 64},
+        "redis": {"repository": "registry/redis", "tag": "7.4.99"},
+    },
+    "router": {"nodeSelector": {"pool": "routers"}, "tolerations": [{"key": "of-routers"}]},
+    "prefill": {"resources": {"limits": {"memory": "31Gi"}}, "tolerations": [{"key": "of-prefill"}]},
+    "decode": {"replicas": 33, "resources": {"limits": {"memory": "32Gi"}}, "nodeSelector": {"pool": "decoders"}},
+    "storage": {
+        "models": {"size": "11Gi", "storageClass": "class-1", "accessMode": "ReadWriteMany"},
+        "redis": {"size": "12Gi", "storageClass": "class-2"},
+        "state": {"size": "13Gi", "storageClass": "class-3"},
+    },
+}
+SCALED: dict[str, Any] = {
+    "autoscaling": {
+        "enabled": True,
+        "prometheus": "http://prometheus.test",
+        "router": {"min": 41, "max": 42},
+        "prefill": {"min": 43, "max": 44},
+        "decode": {"min": 45, "max": 46},
+    },
+    "gpu": {"enabled": True},
+    "decode": {
+        "settings": {"tensor-parallel-size": 2, "drain-timeout-s": 300},
+        "resources": {"requests": {"memory": "128Gi"}, "limits": {"memory": "128Gi"}},
+    },
+}
+
+
+@pytest.mark.parametrize("values", [MARKED, SCALED], ids=["marked", "scaled"])
+def test_each_value_reaches_an_object(values: dict[str, Any], tmp_path: Path) -> None:
+    text = template(values, tmp_path)
+
+    def leaves(value: Any) -> set[str]:
+        children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return set().union(*map(leaves, children)) if children else {str(value)}
+
+    missing = {each for each in leaves(values) - {"True"} if not re.search(rf"\b{re.escape(each)}\b", text)}
+    assert missing == set()
+
+
+def test_resources_of_ones_own_leave_a_worker_its_gpus_and_threads(tmp_path: Path) -> None:
+    pod = _pod(_objects(template(SCALED, tmp_path))["StatefulSet", "pdserve-decode"])
+    [worker] = pod["containers"]
+    amounts = {"cpu": "8", "memory": "128Gi", "nvidia.com/gpu": "2"}
+    assert worker["resources"] == {"requests": amounts, "limits": amounts}
+    assert pod["terminationGracePeriodSeconds"] == 330
+
+
 @pytest.mark.parametrize("given", [{"file": '[keys.first]\nsha256 = "00"\n'}, {"existingSecret": "ours"}])
 def test_keys_may_come_from_a_file_of_ones_own(given: dict[str, str], tmp_path: Path) -> None:
     objects = _objects(template({"keys": given}, tmp_path))
@@ -175,6 +235,8 @@ def test_keys_may_come_from_a_file_of_ones_own(given: dict[str, str], tmp_path: 
     [volume] = [each for each in pod["volumes"] if each["name"] == "keys"]
     assert argument == f"--api-keys-file={mount['mountPath']}/api-keys.toml"
     assert volume["secret"]["secretName"] == given.get("existingSecret", "pdserve-keys")
+    [secrets] = [each["secret"]["items"] for each in pod["volumes"] if each["name"] == "secrets"]
+    assert "api-keys.toml" not in [item["key"] for item in secrets]  # Who makes the other Secret needs none there.
     made = objects.get(("Secret", "pdserve-keys"))
     assert (made and made["stringData"]) == ({"api-keys.toml": given["file"]} if "file" in given else None)
     assert not errors(objects["Deployment", "pdserve-router"], NEWEST)
@@ -192,6 +254,8 @@ def _claims(pod: dict[str, Any]) -> list[dict[str, Any]]:
         ({"storage": {"models": {"size": "a lot"}}}, "size"),
         ({"images": {"redis": {"digest": "7.4.6"}}}, "digest"),
         ({"model": {"source": ""}}, "source"),
+        ({"router": {"settings": {"state-url": "redis://x"}}}, "state-url"),
+        ({"decode": {"settings": {"http-port": 1}}}, "http-port"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], named: str, tmp_path: Path) -> None:
@@ -206,9 +270,13 @@ def test_another_setting_is_another_config_and_another_image_another_job(tmp_pat
     release = template({"images": {"router": {"tag": "0.2.1"}, "worker": {"tag": "0.2.1"}}}, tmp_path)
     name = re.compile(r"^  name: (pdserve-(?:settings|model|secrets)-[a-z0-9]{10})$", re.MULTILINE)
     same = {*name.findall(before)}
-    assert len(same) == 3  # The model's Job and ConfigMap have one name.
-    assert len(same & {*name.findall(settings)}) == 2
+    assert len(same) == 4  # The model's Job and ConfigMap have names of their own.
+    assert len(same & {*name.findall(settings)}) == 3
     assert not any("model" in each or "secrets" in each for each in same & {*name.findall(release)})
+    # Of a Job that exists, nothing of a pod can be changed.
+    secret = template({"images": {"pullSecrets": ["registry"]}}, tmp_path)
+    jobs = [{each for each in name.findall(text) if "settings" not in each} for text in (before, secret)]
+    assert len(jobs[0] & jobs[1]) == 1  # The ConfigMap.
 
 
 def test_the_package_is_the_chart(tmp_path: Path) -> None:

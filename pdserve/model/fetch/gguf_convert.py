@@ -56,19 +56,17 @@ def _write_tokenizer(gguf: GgufFile, out_dir: Path) -> None:
     settings: dict[str, object] = {key: special_token(metadata, name) for key, name in names.items()}
     settings = {key: value for key, value in settings.items() if value is not None}
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    template = metadata.text("tokenizer.chat_template", "")
+    if of_tools := metadata.text("tokenizer.chat_template.tool_use", ""):
+        named = {"default": template, "tool_use": of_tools}
+        settings["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    elif template:
+        (out_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
     _write_json(out_dir / "tokenizer_config.json", settings)
     # Chat models may end a turn, or a message with calls, with another token than the end-of-text token.
     ends = [token for kind in ("eos", "eot", "eom") for token in metadata.token_ids(f"tokenizer.ggml.{kind}_token_id")]
     generation = {"eos_token_id": list(dict.fromkeys(ends)), **sampling_defaults(metadata)}
     _write_json(out_dir / "generation_config.json", generation)
-    template = metadata.text("tokenizer.chat_template", "")
-    if template:
-        (out_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
-    of_tools = metadata.text("tokenizer.chat_template.tool_use", "")
-    if of_tools:
-        path = out_dir / "additional_chat_templates" / "tool_use.jinja"
-        path.parent.mkdir()
-        path.write_text(of_tools, encoding="utf-8")
 
 
 def _write_json(path: Path, value: object) -> None:

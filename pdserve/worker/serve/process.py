@@ -230,7 +230,10 @@ async def _served(
         async with serve_grpc_at(register, names, port) as served:
             address, grpc_health = served
             diagnostics.grpc_address = address
-            yield address, await service.start(address), grpc_health
+            try:
+                yield address, await service.start(address), grpc_health
+            finally:
+                service.end_idle()
     finally:
         await service.close()
 

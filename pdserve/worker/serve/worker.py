@@ -98,6 +98,9 @@ class TierService(Protocol):
     def give_up(self, error: PdserveError) -> None:
         """Ends the requests that are still here with this error."""
 
+    def end_idle(self) -> None:
+        """Ends calls in which nothing is left to do; called before the gRPC server stops, which waits for its calls."""
+
     async def close(self) -> None:
         """Ends what the service still runs; called when the gRPC server has stopped."""
 

@@ -314,6 +314,8 @@ class LocalCluster:
     seals: Seals
     #: Where the prefill worker takes requests after a change of its role.
     prefill_streams: str = ""
+    #: The prefill worker's own methods, as its process calls them.
+    prefill_service: TierService | None = None
     count: int = 0
 
     def with_roles_swapped(self) -> LocalCluster:
@@ -380,10 +382,12 @@ async def running_cluster(
         DecodeConfig(**{"lease_s": 5.0} | of_prefill) if have_roles else PrefillConfig(**of_prefill)
     )
 
+    of_prefill_worker: list[TierService] = []
+
     def build_prefill(worker: Worker) -> TierService:
-        return (
-            RolesService(worker, p_config) if isinstance(p_config, DecodeConfig) else PrefillService(worker, p_config)
-        )
+        build = RolesService if isinstance(p_config, DecodeConfig) else PrefillService
+        of_prefill_worker.append(build(worker, p_config))  # type: ignore[arg-type]
+        return of_prefill_worker[0]
 
     def build_decode(worker: Worker) -> TierService:
         return RolesService(worker, d_config) if have_roles else DecodeService(worker, d_config)
@@ -400,4 +404,15 @@ async def running_cluster(
         p_channel = await stack.enter_async_context(open_channel(p_address, p_worker.tls))
         d_channel = await stack.enter_async_context(open_channel(d_address, d_worker.tls))
         seals = Seals(read_secret(d_config.cluster_secret_file))
-        yield LocalCluster(p_worker, d_worker, p_channel, d_channel, p_address, d_address, d_streams, seals, p_streams)
+        yield LocalCluster(
+            p_worker,
+            d_worker,
+            p_channel,
+            d_channel,
+            p_address,
+            d_address,
+            d_streams,
+            seals,
+            prefill_streams=p_streams,
+            prefill_service=of_prefill_worker[0],
+        )

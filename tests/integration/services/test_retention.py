@@ -76,7 +76,7 @@ async def test_a_newer_attempt_ends_the_retention_of_an_older_one(model: Path) -
         async with asyncio.timeout(DEADLINE_S):
             events = [event async for event in again]
             assert events[-1].done.cached_tokens == CACHED
-            assert await call.read() == grpc.aio.EOF
+            assert await call.code() is grpc.StatusCode.OK
         await _until_retained(cluster, 0)
 
 
@@ -86,16 +86,19 @@ async def test_the_call_of_a_prompt_that_gives_way_ends(model: Path) -> None:
         async with asyncio.timeout(DEADLINE_S):
             for number in range(cluster.prefill.model.pool.num_blocks // (CACHED // 4)):
                 await _retained(cluster.request([number + 3, *PROMPT[1:]]))
-            assert await first.read() == grpc.aio.EOF
             assert await first.code() is grpc.StatusCode.OK
         pool = cluster.prefill.model.pool
         assert 0 < await _num_retained(cluster) <= pool.num_blocks // 2
 
 
-async def test_a_worker_that_drains_does_not_wait_for_retentions(model: Path) -> None:
+async def test_a_worker_that_drains_does_not_wait_for_retentions_and_its_server_neither(model: Path) -> None:
     async with running_cluster(model) as cluster:
-        await _retained(cluster.request(PROMPT))
+        call = await _retained(cluster.request(PROMPT))
         await _until_retained(cluster, CACHED // 4)
         cluster.prefill.calls.drain()
         async with asyncio.timeout(DEADLINE_S):
             await cluster.prefill.calls.wait_idle()
+            assert cluster.prefill_service is not None
+            cluster.prefill_service.end_idle()
+            assert await call.code() is grpc.StatusCode.OK
+        await _until_retained(cluster, 0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdserve.base.ids import AttemptId, BlockHash, RequestId
 from pdserve.engine.block_pool import BlockPool
+from prefill_svc import retention
 from prefill_svc.retention import RetainedPrompts
 from tests.unit.prefill_svc.prefill_worker import PROMPT, A, B, C, job, prefill
 
@@ -45,6 +48,13 @@ def test_of_a_prompt_beyond_the_share_the_head_is_retained() -> None:
     assert prompts.add(attempt("b"), hashes(9)) == [attempt("a")]
     prompts.end(attempt("b"))
     assert pool.num_retained == 0
+
+
+def test_so_many_prompts_are_retained_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where prompts with a common prefix, which retain little, hold any number of messages."""
+    monkeypatch.setattr(retention, "_MAX_PROMPTS", 2)
+    prompts = RetainedPrompts(BlockPool(8, 4))
+    assert [prompts.add(attempt(name), hashes(1)) for name in "abc"] == [[], [], [attempt("a")]]
 
 
 def test_the_share_counts_the_blocks_of_all_kv_groups() -> None:

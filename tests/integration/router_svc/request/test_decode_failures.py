@@ -253,6 +253,33 @@ async def test_a_stream_waits_for_a_tier_that_is_gone_until_its_own_deadline(
         assert text == TEXT
 
 
+@pytest.mark.advanced_time
+async def test_a_request_that_waits_for_capacity_waits_for_the_whole_tier_too(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    """Fails if the limit for capacity goes on while there is no worker."""
+    tiers: dict[str, Tier] = {"decode-0": "decode"}
+    async with open_cluster(redis_server, model_dir, tiers, reserve_timeout_s=TIMEOUT_S) as cluster:
+
+        async def refuse_and_leave(context: Context) -> None:
+            cluster.workers["decode-0"].set(ready=False)
+            await until(cluster.router.cluster.directory, lambda: not cluster.router.cluster.ready("decode"))
+            await failing(NoFreeBlocks("full"))(context)
+
+        cluster.script.fail("decode", refuse_and_leave, failing(NoFreeBlocks("full")))
+        streaming = asyncio.create_task(cluster.stream())
+        await cluster.calls.until(lambda: bool(cluster.calls.decode_starts))
+        await eventually(lambda: _is_retrying(cluster))
+        for _ in range(3):
+            advance(TIMEOUT_S)
+            await cluster.only_trace()
+        assert not streaming.done()
+        cluster.workers["decode-0"].set(ready=True)
+        text, _ = await streaming
+        assert text == TEXT
+        assert len(cluster.calls.decode_starts) == 3
+
+
 async def test_the_error_of_a_request_out_of_time_says_that_no_worker_is_ready(
     redis_server: PrivateRedis, model_dir: Path
 ) -> None:

@@ -99,9 +99,7 @@ TIERS = [(True, True), (False, True), (False, False)]
 @pytest.mark.parametrize("failure", Failure)
 def test_after_a_decode_worker_has_failed(failure: Failure) -> None:
     steps = tuple(
-        after_decode_failure(
-            failure, broken=MAX_BROKEN, is_stranger=False, has_other_decode=other, is_expected=expected
-        )
+        after_decode_failure(failure, broken=MAX_BROKEN, is_stranger=False, has_other_decode=other, is_patient=expected)
         for other, expected in TIERS
     )
     assert steps == AFTER_DECODE[failure]
@@ -114,7 +112,7 @@ def test_what_another_worker_would_repeat_is_not_tried_again(failure: Failure) -
     All else ends with the deadline alone.
     """
     steps = [
-        after_decode_failure(failure, broken=MAX_BROKEN + 1, is_stranger=again, has_other_decode=True, is_expected=True)
+        after_decode_failure(failure, broken=MAX_BROKEN + 1, is_stranger=again, has_other_decode=True, is_patient=True)
         for again in (False, True)
     ]
     assert steps == [FAIL if failure in (REQUEST, BROKEN) else RETRY, FAIL]
