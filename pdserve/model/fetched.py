@@ -12,7 +12,7 @@ from pdserve.model.fetch.cache import locked, sync
 from pdserve.model.fetch.gguf_convert import convert_gguf
 from pdserve.model.fetch.hub import fill_from_hub
 from pdserve.model.fetch.hub_name import hub_name
-from pdserve.model.fetch.manifest import damaged_files, read_manifest, sha256_of, write_manifest
+from pdserve.model.fetch.manifest import damaged_files, model_files, read_manifest, sha256_of, write_manifest
 from pdserve.model.fetch.progress import ProgressCallback
 from pdserve.model.resolve import (
     ALIASES,
@@ -22,7 +22,6 @@ from pdserve.model.resolve import (
     unknown_model,
 )
 from pdserve.model.revision import revision_of
-from pdserve.model.weight_digest import is_kept_digest
 
 #: Returns the commit of what a hub has sent.
 Fill = Callable[[Path, ProgressCallback], str | None]
@@ -88,7 +87,7 @@ def _fill(model: str, target: Path, fill: Fill, progress: ProgressCallback) -> N
     commit = fill(partial, progress)
     checked_model(partial, target.name)
     write_manifest(partial, model, progress, revision=commit)
-    for path in (*partial.iterdir(), partial):
+    for path in (*partial.rglob("*"), partial):
         sync(path)
     partial.chmod(0o755)
     partial.rename(target)
@@ -99,13 +98,14 @@ def _fill(model: str, target: Path, fill: Fill, progress: ProgressCallback) -> N
 
 def _copy(source: Path, directory: Path, progress: ProgressCallback) -> str | None:
     """Copies the files of a model; those that an earlier try copied whole stay. Returns its commit at the hub."""
-    paths = sorted(path for path in source.iterdir() if path.is_file() and not is_kept_digest(path.name))
+    paths = model_files(source)
     total, done = sum(path.stat().st_size for path in paths), 0
     for path in paths:
         progress(f"Copying {path.name}", done, total)
-        copy = directory / path.name
+        copy = directory / path.relative_to(source)
         if not copy.exists():
-            unfinished = directory / f".{path.name}.unfinished"
+            copy.parent.mkdir(exist_ok=True)
+            unfinished = copy.with_name(f".{path.name}.unfinished")
             shutil.copyfile(path, unfinished)
             if sha256_of(path) != sha256_of(unfinished):
                 raise SetupError(
@@ -113,6 +113,6 @@ def _copy(source: Path, directory: Path, progress: ProgressCallback) -> str | No
                 )
             unfinished.rename(copy)
         done += path.stat().st_size
-    for unfinished in directory.glob(".*.unfinished"):
+    for unfinished in directory.rglob(".*.unfinished"):
         unfinished.unlink()
     return revision_of(source)

@@ -1,6 +1,6 @@
 """`make digests`: the digests that the images of others have now, for those who start exactly these.
 
-Writes `images.env`, whose lines belong into `compose/.env`, and `images/kustomization.yaml`, a component for an overlay.
+Writes `images.env`, whose lines belong into `compose/.env`, and `images/kustomization.yaml`, a component for overlays.
 What the registries say is asked with `docker buildx imagetools`, which knows their logins and mirrors.
 """
 

@@ -12,6 +12,8 @@ from pdserve.model.fetch.progress import ProgressCallback
 from pdserve.model.weight_digest import is_kept_digest
 
 MANIFEST = "pdserve-manifest.json"
+#: Where transformers saves chat templates besides the default one.
+_TEMPLATES = "additional_chat_templates"
 _READ_BYTES = 1 << 22
 
 
@@ -44,16 +46,21 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
+def model_files(directory: Path) -> list[Path]:
+    """The files of a model in a directory, without those that stand beside them."""
+    found = (*directory.iterdir(), *(directory / _TEMPLATES).glob("*.jinja"))
+    return sorted(path for path in found if path.is_file() and path.name != MANIFEST and not is_kept_digest(path.name))
+
+
 def write_manifest(directory: Path, model: str, progress: ProgressCallback, *, revision: str | None = None) -> None:
     """Reads every file of the directory and writes their list into it."""
-    others = (path for path in directory.iterdir() if path.is_file() and not is_kept_digest(path.name))
-    paths = sorted(path for path in others if path.name != MANIFEST)
+    paths = model_files(directory)
     total = sum(path.stat().st_size for path in paths)
     entries, done = {}, 0
     for path in paths:
         progress("Computing digests", done, total)
         size = path.stat().st_size
-        entries[path.name] = {"size_bytes": size, "sha256": sha256_of(path)}
+        entries[path.relative_to(directory).as_posix()] = {"size_bytes": size, "sha256": sha256_of(path)}
         done += size
     progress("Computing digests", total, total)
     content = {"model": model, "revision": revision, "files": entries}

@@ -54,6 +54,18 @@ def test_a_model_is_copied_with_a_list_of_its_digests(
     }
 
 
+def test_the_template_for_tools_is_copied_too_and_damage_to_it_is_found(source: Path, target: Path) -> None:
+    """It is in a directory of its own, as transformers saves it."""
+    template = Path("additional_chat_templates") / "tool_use.jinja"
+    (source / template.parent).mkdir()
+    (source / template).write_text("{{ tools }}")
+    fetch_model(str(source), target, silent)
+    assert (target / template).read_text() == "{{ tools }}"
+    (target / template).write_text("{{ tolls }}")
+    with pytest.raises(SetupError, match=r"damaged: additional_chat_templates/tool_use\.jinja"):
+        fetch_model(str(source), target, silent, verify=True)
+
+
 def test_an_interrupted_run_leaves_nothing_under_the_name_and_the_next_one_goes_on(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
