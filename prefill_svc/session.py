@@ -52,7 +52,7 @@ class PromptStarted:
 
 
 class GaveWay:
-    """A prompt that is handed over is not retained any more: newer ones needed the share."""
+    """A prompt that is handed over is not retained any more: newer ones need the share, or the worker ends."""
 
 
 PromptEvent = PromptStarted | GaveWay | LayersWritten | PrefillProgress | PromptScores | PromptEmbedding | RequestTokens
