@@ -31,6 +31,7 @@ class DecodeAttempt:
         self._context = context
         self._call = call
         self._journal = context.journal
+        self._placer = context.placer
         self._output = context.output
         self._prompt = context.prompt
         self._policy = context.cluster.policy
@@ -107,12 +108,12 @@ class DecodeAttempt:
     async def _hand_over(self) -> None:
         """Gets the prompt's KV to the decode worker: from a prefill worker, else by local prefill."""
         opened = await self._opened()
-        reason = "quarantine" if self._context.placer.deaths.tier == "decode" else "no_prefill_worker"
+        reason = "quarantine" if self._placer.deaths.tier == "decode" else "no_prefill_worker"
         failed_prefill: WorkerRecord | None = None
         while opened.HasField("ticket"):
             # The plan has served its purpose, and must not count against the worker it favoured.
             self._prompt.unassign()
-            placement = self._context.placer.choose_prefill(self._call.worker)
+            placement = self._placer.choose_prefill(self._call.worker)
             if placement is None:
                 await self._prefill_on_decode(reason, failed_prefill)
                 return
@@ -130,7 +131,7 @@ class DecodeAttempt:
                 case NextStep.FAIL:
                     raise error
                 case NextStep.FAIL_ATTEMPT:
-                    self._context.placer.exclude_prefill(placement, error)
+                    self._placer.exclude_prefill(placement, error)
                     raise DecodeFailed(error, placement.worker) from error
                 case NextStep.RENEW_TICKET:
                     self._context.prefill_failed(placement, error)
@@ -142,13 +143,12 @@ class DecodeAttempt:
         self._require_first_tokens(opened, failed_prefill)
 
     def _next_step(self, placement: Placement, error: PdserveError) -> NextStep:
-        context = self._context
         return after_prefill_failure(
             failure_of(error, is_reported=is_reported(error), is_continuation=self._output.has_tokens),
             has_first_tokens=self._output.has_first_tokens,
             decode_has_started=self._call.has_started,
-            has_other_prefill=context.placer.has_other_prefill(placement, error, self._call.worker),
-            may_prefill_on_decode=context.placer.deaths.may_reach("decode"),
+            has_other_prefill=self._placer.has_other_prefill(placement, error, self._call.worker),
+            may_prefill_on_decode=self._placer.deaths.may_reach("decode"),
         )
 
     async def _started(self) -> decode_pb2.DecodeResponse:
@@ -176,7 +176,7 @@ class DecodeAttempt:
                 return opened
 
     async def _prefill_on_decode(self, reason: str, failed_prefill: WorkerRecord | None) -> None:
-        if not self._context.placer.deaths.may_reach("decode"):
+        if not self._placer.deaths.may_reach("decode"):
             error = NoWorkers("No other prefill worker is ready. Retry in a few seconds.")
             raise DecodeFailed(error, failed_prefill or self._call.worker)
         worker = self._call.worker

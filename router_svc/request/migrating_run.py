@@ -51,6 +51,7 @@ class MigratingRun:
         self._context = context
         self._cluster = context.cluster
         self._journal = context.journal
+        self._placer = context.placer
         #: Set at each event that may call for a step.
         self._changed = asyncio.Event()
         self._follower: _Stay | None = None
@@ -144,20 +145,16 @@ class MigratingRun:
 
     async def _name_replica(self, current: _Stay) -> None:
         """If the current worker wants to know where to copy the request's blocks, says so. It asks again if it must."""
-        call, context = current.call, self._context
+        call, placer = current.call, self._placer
         if call is None or call.replica_wanted is None:
             return
         failed, call.replica_wanted = call.replica_wanted, None
-        excluded = (
-            {context.placer.replica}
-            if context.placer.replica is not None and context.placer.replica[1] == failed
-            else set()
-        )
-        context.placer.replica, source = None, current.placement.worker
-        target = context.placer.choose_move(source, excluded, needs_room=True)
+        excluded = {placer.replica} if placer.replica is not None and placer.replica[1] == failed else set()
+        placer.replica, source = None, current.placement.worker
+        target = placer.choose_move(source, excluded, needs_room=True)
         if target is None:
             return
-        worker, context.placer.replica = target.worker, target.incarnation
+        worker, placer.replica = target.worker, target.incarnation
         replicate_to = decode_pb2.ReplicateTo(
             worker_id=worker.worker_id, epoch=worker.epoch, grpc_address=worker.grpc_address
         )
@@ -176,11 +173,9 @@ class MigratingRun:
         self._next_try_at = now + self._retry_s
         output = self._context.output
         can_move = call.has_started and output.has_first_tokens and not output.is_finished
-        if not can_move or self._context.placer.deaths.tier is not None:
+        if not can_move or self._placer.deaths.tier is not None:
             return
-        target = self._context.placer.choose_move(
-            current.placement.worker, self._failed, needs_room=not call.must_leave
-        )
+        target = self._placer.choose_move(current.placement.worker, self._failed, needs_room=not call.must_leave)
         if target is not None:
             self._reason = call.leave_reason
             self._start(tasks, current, target)

@@ -58,6 +58,7 @@ class Saga:
         self._cluster = context.cluster
         self._policy = context.cluster.policy
         self._journal = context.journal
+        self._placer = context.placer
         self._output = context.output
         #: Decode workers that get no further attempt for now, and those that get one only where there is no other.
         self._failed_decode: set[Incarnation] = set()
@@ -89,14 +90,14 @@ class Saga:
         if not generation.sampling.max_tokens:
             self._context.deliver_ends()
             return
-        await self._context.placer.look_up(self._context.hashes)
+        await self._placer.look_up(self._context.hashes)
         if generation.sampling.max_tokens == 1 and await self._run_on_prefill_alone():
             return
         await self._run_with_decode()
 
     async def _run_on_prefill_alone(self) -> bool:
         """Runs a request for a single token without a decode worker. False if no prefill worker could."""
-        while (placement := self._context.placer.choose_prefill(None)) is not None:
+        while (placement := self._placer.choose_prefill(None)) is not None:
             try:
                 await prefill(self._context, placement, None, None)
                 return True
@@ -105,10 +106,7 @@ class Saga:
             except PdserveError as error:
                 await self._context.note_failure(placement.worker, error)
                 self._context.prefill_failed(placement, error)
-                if (
-                    not self._context.placer.deaths.may_reach("decode")
-                    and self._context.placer.choose_prefill(None) is None
-                ):
+                if not self._placer.deaths.may_reach("decode") and self._placer.choose_prefill(None) is None:
                     raise
         return False
 
@@ -144,7 +142,7 @@ class Saga:
             self._journal.retry(refusal, worker)
             self._output.forget_early()
             # The prompt may be cached by now, and a worker that started anew has nothing.
-            await self._context.placer.look_up(self._context.hashes)
+            await self._placer.look_up(self._context.hashes)
             # A worker that drains is back soon, as one that is lost.
             is_full = failure is Failure.CAPACITY and not isinstance(refusal, Draining)
             if not is_full:  # Where all are full, `_wait_for_decode` is the pause.
@@ -200,7 +198,7 @@ class Saga:
 
     @property
     def _deaths(self) -> Deaths:
-        return self._context.placer.deaths
+        return self._placer.deaths
 
     def _choose_decode(self) -> Placement | None:
         # Another layout may be another model, which must not go on with tokens that the client has from this one.
@@ -209,7 +207,7 @@ class Saga:
         waits_for_class = self._now() < min(self._same_class_until, self._patient_until)
         for numerics in home.choices(may_change=self._policy.may_change_numerics and not waits_for_class):
             for excluded in (avoided, self._failed_decode):
-                placement = self._context.placer.choose("decode", excluded, home.layout, numerics)
+                placement = self._placer.choose("decode", excluded, home.layout, numerics)
                 if placement is not None:
                     return placement
         return None
@@ -242,7 +240,7 @@ class Saga:
         Raises `refusal` when none is expected, or all that are ready have failed the request.
         """
         waits, is_expected = 0, self._cluster.expects("prefill")
-        while self._context.placer.choose_prefill(decode) is None:
+        while self._placer.choose_prefill(decode) is None:
             if self._cluster.ready("prefill", decode.layout) or not is_expected:
                 raise refusal
             waits += 1
@@ -262,7 +260,7 @@ class Saga:
         if self._output.has_tokens and self._home.numerics_class not in (None, worker.numerics_class):
             self._journal.changed_numerics(str(self._home.numerics_class), worker)
         num_tokens = self._output.completion_tokens
-        remote = context.placer.choose_prefill(worker)
+        remote = self._placer.choose_prefill(worker)
         plan = self._plan_prefill(placement, remote)
         trace = self._journal.chose_decode(placement, plan)
         start = decode_start(context, plan.threshold, trace)
