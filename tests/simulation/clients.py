@@ -322,7 +322,7 @@ class Client:
                 self.outcome = self.error = ""
                 self._last_event_id = None if error == "NotFound" else self._last_event_id
                 return True
-        if self.is_cancelled and self._is_resuming and self.error.startswith("StoreError"):
+        if self.is_cancelled and self._is_resuming and self.error.startswith(("StoreError", "NotFound")):
             self.outcome, self.error = "cancelled", ""  # It does not ask again how the request has ended.
         if not self.outcome and self._may_resume:
             self._last_event_id = self._last_event_id or ""
