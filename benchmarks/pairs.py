@@ -1,55 +1,76 @@
 """`python -m benchmarks.pairs BEFORE_URL AFTER_URL`: whether a change costs anything, from two clusters in turns.
 
-Start both clusters on one machine, of two checkouts with the same flags. Each pair has one run on each, in an order
-that alternates, with the same requests: one at a time for TTFT and TPOT, and 16 at a time for the output. What is shown
-is the median of the ratios after / before with its 95 % interval. A cluster without requests costs nothing.
+Start both clusters on one machine, of two checkouts with the same flags. Each pair has one burst of the same requests
+on each, in an order that alternates: a single request for TTFT and TPOT, and 16 at once for the output. Shown is the
+median of the ratios after / before with its 95 % interval. Bursts are short, so that both of a pair meet the same
+machine. A cluster without requests costs nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import datetime as dt
-import json
 import math
+import random
 import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import openai
 
 from benchmarks.environment import describe, heading
 from benchmarks.result_files import write_results
 
+PROMPT_TOKENS = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Requests of one run, and the figures that it is for."""
+    """Requests of one burst, and how many pairs of bursts there are by default."""
 
     concurrency: int
-    requests: int
-    figures: tuple[str, ...]
+    output_tokens: int
+    pairs: int
 
 
-LOADS = (
-    Load(concurrency=1, requests=6, figures=("median_ttft_ms", "median_tpot_ms")),
-    Load(concurrency=16, requests=48, figures=("output_throughput",)),
-)
+LOADS = (Load(concurrency=1, output_tokens=64, pairs=300), Load(concurrency=16, output_tokens=64, pairs=120))
 
 
-def run(url: str, load: Load, seed: int, output_len: int) -> dict[str, float]:
-    """The figures of one run: prompts of 256 tokens, at temperature 0. Raises if a request failed."""
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "pdserve.cli", "bench", "serve", "--base-url", url, "--ignore-eos"]
-        command += ["--random-input-len", "256", "--random-output-len", str(output_len), "--seed", str(seed)]
-        command += ["--num-prompts", str(load.requests), "--max-concurrency", str(load.concurrency)]
-        command += ["--save-result", "--result-dir", directory, "--result-filename", "result.json"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        result = json.loads((Path(directory) / "result.json").read_text(encoding="utf-8"))
-    if result["completed"] != load.requests:
-        raise SystemExit(f"{load.requests - result['completed']} requests failed at {url}.")
-    return {name: float(result[name]) for name in load.figures}
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """When the tokens of a request came, in seconds from its start on."""
+
+    first_s: float
+    last_s: float
+    tokens: int
+
+
+async def _answer(client: openai.AsyncOpenAI, model: str, prompt: list[int], tokens: int) -> Answer:
+    started_at, times = time.perf_counter(), list[float]()
+    stream = await client.completions.create(
+        model=model, prompt=prompt, max_tokens=tokens, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    async for _ in stream:
+        times.append(time.perf_counter() - started_at)
+    return Answer(times[0], times[-1], tokens)
+
+
+async def burst(client: openai.AsyncOpenAI, model: str, load: Load, seed: int) -> dict[str, float]:
+    """The figures of one burst: prompts of 256 random tokens, at temperature 0."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(100, 10_000) for _ in range(PROMPT_TOKENS)] for _ in range(load.concurrency)]
+    started_at = time.perf_counter()
+    answers = await asyncio.gather(*(_answer(client, model, prompt, load.output_tokens) for prompt in prompts))
+    if load.concurrency > 1:
+        return {"output_throughput": sum(each.tokens for each in answers) / (time.perf_counter() - started_at)}
+    [answer] = answers
+    return {
+        "ttft_ms": 1000 * answer.first_s,
+        "tpot_ms": 1000 * (answer.last_s - answer.first_s) / (answer.tokens - 1),
+    }
 
 
 def median_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
@@ -59,14 +80,20 @@ def median_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(ranked), ranked[below], ranked[count - 1 - below]
 
 
-def pairs(
-    urls: tuple[str, str], load: Load, count: int, output_len: int
-) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
+async def measured(urls: tuple[str, str], loads: Sequence[Load]) -> dict[str, list[tuple[float, float]]]:
     """The figures before and after of each pair."""
-    for seed in range(count):
-        order = (0, 1) if seed % 2 == 0 else (1, 0)
-        found = {index: run(urls[index], load, seed, output_len) for index in order}
-        yield found[0], found[1]
+    samples: dict[str, list[tuple[float, float]]] = {}
+    clients = [openai.AsyncOpenAI(base_url=f"{url.rstrip('/')}/v1", api_key="none", max_retries=0) for url in urls]
+    [model] = [each.id for each in (await clients[0].models.list()).data]
+    for load in loads:
+        for seed in range(-8, load.pairs):
+            order = (0, 1) if seed % 2 == 0 else (1, 0)
+            found = {index: await burst(clients[index], model, load, seed) for index in order}
+            for name in found[0] if seed >= 0 else ():  # The first bursts warm up.
+                samples.setdefault(name, []).append((found[0][name], found[1][name]))
+    for client in clients:
+        await client.close()
+    return samples
 
 
 def main() -> None:
@@ -74,28 +101,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pairs", description=__doc__)
     parser.add_argument("before")
     parser.add_argument("after")
-    parser.add_argument("--pairs", type=int, default=12)
-    parser.add_argument("--load", type=int, choices=range(len(LOADS)), help="one of the two loads; default: both")
-    parser.add_argument("--output-len", type=int, default=64, help="tokens of each output; default: 64")
     parser.add_argument("--title", required=True, help="what was changed")
     parser.add_argument("--directory", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    samples: dict[str, list[tuple[float, float]]] = {}
-    urls = (arguments.before, arguments.after)
-    for load in LOADS if arguments.load is None else (LOADS[arguments.load],):
-        for url in urls:
-            run(url, load, 10**6, arguments.output_len)  # Not counted.
-        for before, after in pairs(urls, load, arguments.pairs, arguments.output_len):
-            for name in load.figures:
-                samples.setdefault(name, []).append((before[name], after[name]))
+    samples = asyncio.run(measured((arguments.before, arguments.after), LOADS))
     machine = describe()
-    about = f"{arguments.pairs} pairs, outputs of {arguments.output_len} tokens"
-    lines = [f"# {arguments.title}", "", heading(machine, about), ""]
-    lines += ["| figure | before | after | ratio | 95 % |", "| --- | --- | --- | --- | --- |"]
-    for name, measured in samples.items():
-        ratio, low, high = median_interval([after / before for before, after in measured])
-        before, after = (statistics.median(column) for column in zip(*measured, strict=True))
-        lines.append(f"| {name} | {before:.2f} | {after:.2f} | {ratio:.4f} | {low:.4f} to {high:.4f} |")
+    lines = [f"# {arguments.title}", "", heading(machine, "Pairs of bursts"), ""]
+    lines += ["| figure | pairs | before | after | median ratio | 95 % |", "| --- | --- | --- | --- | --- | --- |"]
+    for name, pairs in samples.items():
+        ratio, low, high = median_interval([after / before for before, after in pairs])
+        before, after = (statistics.median(column) for column in zip(*pairs, strict=True))
+        lines.append(f"| {name} | {len(pairs)} | {before:.2f} | {after:.2f} | {ratio:.4f} | {low:.4f} to {high:.4f} |")
     today = dt.datetime.now(tz=dt.UTC).date()
     raw = {"title": arguments.title, "machine": machine, "samples": samples}
     write_results(arguments.directory, f"pairs-{today}", raw, "\n".join(lines) + "\n")
