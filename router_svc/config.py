@@ -120,7 +120,7 @@ class RouterConfig:
     )
     worker_return_timeout_s: float = option(
         60.0,
-        help="requests that come within so many seconds after the last decode worker was ready wait for another one",
+        help="seconds after the last decode worker was ready during which a new request waits for one",
         minimum=0.0,
     )
     max_lost_workers: int = option(

@@ -155,7 +155,7 @@ class Placer:
         return same or self.choose("prefill", failed, decode.layout)
 
     def _may_prefill(self, failures: int) -> bool:
-        # After so many have failed and live, it is the prompt, or the way between the tiers.
+        # After so many have failed and live, it is the prompt, or the path between the tiers.
         return self.deaths.may_reach("prefill") and (failures < MAX_PREFILL_FAILURES or self.deaths.tier is not None)
 
     def exclude_prefill(self, placement: Placement, error: PdserveError) -> None:

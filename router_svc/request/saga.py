@@ -223,7 +223,7 @@ class Saga:
         while placement is None:
             if self._policy.worker_return_timeout_s > 0 and not self._cluster.ready("decode"):
                 until_capacity = None
-                if self._now() - since >= _GONE_S:  # Whoever comes then is back, and gets the whole time.
+                if self._now() - since >= _GONE_S:  # A worker seen now was restarted: its time starts anew.
                     self._patient_until = self._now() + self._policy.worker_return_timeout_s
                     self._until_capacity = self._now() + self._policy.reserve_timeout_s
             elif self._now() >= (self._patient_until if until_capacity is None else until_capacity):

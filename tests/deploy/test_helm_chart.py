@@ -115,6 +115,17 @@ def test_the_chart_makes_the_objects_of_the_overlay(overlay: str, tmp_path: Path
         assert made[key] == each, key
 
 
+def test_helm_keeps_the_volumes_and_runs_the_smoke_test_as_a_test(tmp_path: Path) -> None:
+    metadata = [
+        (each["kind"], each["metadata"])
+        for each in filter(None, yaml.safe_load_all(template({}, tmp_path)))
+        if each["kind"] == "PersistentVolumeClaim" or each["metadata"]["name"].startswith("pdserve-smoke-test")
+    ]
+    assert {kind for kind, _ in metadata} == _NOTES.keys()
+    for kind, each in metadata:
+        assert each["annotations"] == _NOTES[kind], each["name"]
+
+
 OTHERS: dict[str, Any] = {
     "images": {"redis": {"digest": "sha256:" + "a" * 64}, "pullSecrets": ["registry"]},
     "router": {"settings": {"max-body": "1MiB"}, "resources": {"limits": {"memory": "1Gi"}}},

@@ -41,7 +41,7 @@ def test_the_decode_worker_prefills_its_share_of_a_burst(cluster: Cluster) -> No
     asyncio.run(_burst(cluster, range(2001, 2002)))
     cluster.until(lambda: _knows_rates(cluster), "a heartbeat with the prefill worker's rate")
     before = cluster.metric(f"127.0.0.1:{cluster.port}", "pdserve_local_prefills_total", reason="load")
-    # So many that a queue forms even where a busy machine lets them arrive slowly.
+    # Enough that a queue forms even when a busy machine sends them slowly.
     records = asyncio.run(_burst(cluster, range(2002, 2034)))
     local = [record for record in records if record["prefilled_by"] == "decode"]
     assert 0 < len(local) < len(records)

@@ -233,6 +233,20 @@ async def _is_retrying(cluster: ScriptedCluster) -> bool:
     return bool((await cluster.only_trace())["retries"])
 
 
+async def _stream_across_an_outage(cluster: ScriptedCluster) -> None:
+    """A stream whose tier is gone for three times `TIMEOUT_S`: it waits, and is whole once the tier is back."""
+    streaming = asyncio.create_task(cluster.stream())
+    await cluster.calls.until(lambda: bool(cluster.calls.decode_starts))
+    await eventually(lambda: _is_retrying(cluster))
+    for _ in range(3):
+        advance(TIMEOUT_S)
+        await cluster.only_trace()
+    assert not streaming.done()
+    cluster.workers["decode-0"].set(ready=True)
+    text, _ = await streaming
+    assert text == TEXT
+
+
 @pytest.mark.advanced_time
 async def test_a_stream_waits_for_a_tier_that_is_gone_until_its_own_deadline(
     redis_server: PrivateRedis, model_dir: Path
@@ -241,16 +255,7 @@ async def test_a_stream_waits_for_a_tier_that_is_gone_until_its_own_deadline(
     tiers: dict[str, Tier] = {"prefill-0": "prefill", "decode-0": "decode"}
     async with open_cluster(redis_server, model_dir, tiers, worker_return_timeout_s=TIMEOUT_S) as cluster:
         await _lose_tier(cluster)
-        streaming = asyncio.create_task(cluster.stream())
-        await cluster.calls.until(lambda: bool(cluster.calls.decode_starts))
-        await eventually(lambda: _is_retrying(cluster))
-        for _ in range(3):
-            advance(TIMEOUT_S)
-            await cluster.only_trace()
-        assert not streaming.done()
-        cluster.workers["decode-0"].set(ready=True)
-        text, _ = await streaming
-        assert text == TEXT
+        await _stream_across_an_outage(cluster)
 
 
 @pytest.mark.advanced_time
@@ -267,16 +272,7 @@ async def test_a_request_that_waits_for_capacity_waits_for_the_whole_tier_too(
             await failing(NoFreeBlocks("full"))(context)
 
         cluster.script.fail("decode", refuse_and_leave, failing(NoFreeBlocks("full")))
-        streaming = asyncio.create_task(cluster.stream())
-        await cluster.calls.until(lambda: bool(cluster.calls.decode_starts))
-        await eventually(lambda: _is_retrying(cluster))
-        for _ in range(3):
-            advance(TIMEOUT_S)
-            await cluster.only_trace()
-        assert not streaming.done()
-        cluster.workers["decode-0"].set(ready=True)
-        text, _ = await streaming
-        assert text == TEXT
+        await _stream_across_an_outage(cluster)
         assert len(cluster.calls.decode_starts) == 3
 
 
