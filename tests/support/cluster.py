@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from urllib.error import HTTPError, URLError
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
@@ -190,7 +191,12 @@ class Cluster:
         # The router's view counts, too, because it decides where the next prompt goes.
         if not worker.running == worker.waiting == worker.queued_tokens == 0:
             return False
-        value = Metrics(worker.http_address).value
+        try:
+            value = Metrics(worker.http_address).value
+        except HTTPError:
+            raise
+        except (URLError, ConnectionError):  # It was killed a moment ago, and its record still says that it is ready.
+            return False
         return (
             value("pdserve_kv_blocks_free") == value("pdserve_kv_blocks")
             and value("pdserve_kv_transfers_active") == 0
