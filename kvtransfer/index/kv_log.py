@@ -6,7 +6,8 @@
     pd:kv-head                   hash: generation and sequence of the newest entry
 
 One script changes set and stream together. Stream ids are `generation-sequence` without gaps, so that a follower sees
-from the ids alone that entries were trimmed, or that Redis lost its data (a new generation).
+from the ids alone that entries were trimmed, or that Redis lost its data (a new generation: the time in microseconds,
+so that no two are equal).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ local function append(kind, added, removed)
   if not head_of(KEYS[3]) then
     redis.call('DEL', KEYS[3])
     local now = redis.call('TIME')
-    local generation = string.format('%d%03d', tonumber(now[1]), math.floor(tonumber(now[2]) / 1000))
+    local generation = string.format('%d%06d', tonumber(now[1]), tonumber(now[2]))
     redis.call('HSET', KEYS[3], 'generation', generation, 'sequence', 0)
   end
   local sequence = string.format('%.0f', redis.call('HINCRBY', KEYS[3], 'sequence', 1))

@@ -88,7 +88,7 @@ def index(random: Random) -> bytes:
     blocks = f"pd:blocks:{name}:{epoch}"
     hashes = random.choice(("a" * 16, "a" * 32, "a" * 15, "", "b" * 16 * 513, "c" * 16 * 60_000))
     sequence = (
-        f"{random.choice(('99999999999999', '1', '18446744073709551615'))}-{random.choice(('1', '7', '9999999'))}"
+        f"{random.choice(('9999999999999999999', '1', '18446744073709551615'))}-{random.choice(('1', '7', '9999999'))}"
     )
     entry = {"worker": name, "epoch": epoch, "kind": random.choice(("reset", "delta", "gone", "\xff")), "added": hashes}
     entry["removed"] = random.choice(("", hashes))

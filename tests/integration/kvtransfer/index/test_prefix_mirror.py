@@ -366,8 +366,8 @@ async def _is_true(value: bool) -> bool:
         [("HSET", "pd:kv-head", "sequence", "01")],
         [("DEL", "pd:kv-head"), ("SET", "pd:kv-head", "x")],
         [("DEL", "pd:kv-events"), ("SET", "pd:kv-events", "x")],
-        [("XADD", "pd:kv-events", "99999999999999-1", "worker", "a")],
-        [("XADD", "pd:kv-events", "99999999999999-7", "added", "x" * 16 * 513)],
+        [("XADD", "pd:kv-events", "9999999999999999999-1", "worker", "a")],
+        [("XADD", "pd:kv-events", "9999999999999999999-7", "added", "x" * 16 * 513)],
         [("DEL", "pd:blocks:a:1"), ("SET", "pd:blocks:a:1", "x")],
         [("HSET", "pd:kv-workers", "c", "1 1"), ("SET", "pd:blocks:c:1", "x")],
     ],
@@ -385,6 +385,17 @@ async def test_worker_and_mirror_replace_what_a_stranger_left(
         await until(mirror, lambda: mirror.index.blocks_of(A) == a.truth and not mirror.degraded)
 
 
+async def test_heads_lost_in_quick_succession_have_generations_of_their_own(worker_store: Store) -> None:
+    """A mirror that finds the position where it is sees no gap, and never learns what it has missed."""
+    kv_log = KvLog(worker_store)
+    positions = list[StreamPosition]()
+    for resync in range(1, 51):
+        assert await kv_log.write(A, FIRST, resync, [KvEventBatch(reset=True)])
+        positions.append((await kv_log.incarnations()).position)
+        await worker_store.call("DEL", worker_store.key(HEAD_KEY))
+    assert len(set(positions)) == len(positions)
+
+
 async def test_an_entry_that_leads_nowhere_does_not_make_the_mirror_spin(
     worker_store: Store, router_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,7 +409,7 @@ async def test_an_entry_that_leads_nowhere_does_not_make_the_mirror_spin(
 
     monkeypatch.setattr("kvtransfer.index.prefix_mirror.asyncio.sleep", noted)
     entry = ("worker", "a", "epoch", "1", "kind", "gone", "added", "", "removed", "")
-    await worker_store.call("XADD", "pd:kv-events", "99999999999999-7", *entry)
+    await worker_store.call("XADD", "pd:kv-events", "9999999999999999999-7", *entry)
     mirror = new_mirror(router_store)
     async with running(mirror.run()):
         await until(mirror, lambda: mirror.gaps >= 3)
