@@ -16,8 +16,9 @@ from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2
 from router_svc.request.calls import DecodeCall, DecodeFailed, is_reported
 from router_svc.request.context import RequestContext
+from router_svc.request.failure import failure_of
 from router_svc.request.prefill_attempt import prefill
-from router_svc.request.recovery import NextStep, after_prefill_failure, failure_of
+from router_svc.request.recovery import NextStep, after_prefill_failure
 from router_svc.routing.placement import Placement
 
 #: Time that a complete output waits for the report of its transfer, in seconds.

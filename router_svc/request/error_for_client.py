@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pdserve.base.errors import NoWorkers, PdserveError, StaleError, TransferError
-from router_svc.request.context import RequestContext
+from router_svc.request.placer import Placer
+from router_svc.routing.cluster import Cluster
 from router_svc.routing.home import Home
 
 
-def error_for_client(refusal: PdserveError, context: RequestContext, home: Home) -> PdserveError:
+def error_for_client(refusal: PdserveError, cluster: Cluster, placer: Placer, home: Home) -> PdserveError:
     """What the last worker's error means for the client.
 
     `home`: of the last decode worker that has added tokens.
     """
-    cluster, placer = context.cluster, context.placer
     ready = cluster.ready("decode")
     if ready and not any(map(placer.is_understood_by, ready)):
         return NoWorkers(
@@ -28,6 +28,6 @@ def error_for_client(refusal: PdserveError, context: RequestContext, home: Home)
     if isinstance(refusal, (TransferError, StaleError)) and not ready:
         # What is missing is a worker, whichever one was lost: the same request may succeed later.
         return NoWorkers(f"{refusal} {cluster.policy.no_decode_worker}")
-    if not context.output.has_tokens or cluster.policy.may_change_numerics:
+    if cluster.policy.may_change_numerics:
         return refusal
     return home.refusal(cluster.ready("decode", home.layout)) or refusal

@@ -13,7 +13,7 @@ from router_svc.generation import Generation
 from router_svc.request.calls import is_gone
 from router_svc.request.output import Output
 from router_svc.request.quarantine import Deaths
-from router_svc.request.recovery import MAX_PREFILL_FAILURES
+from router_svc.request.recovery import MAX_PREFILL_FAILURES, Recovery
 from router_svc.routing.cluster import Cluster, PrefixHashes
 from router_svc.routing.incarnation import Incarnation, incarnation_of
 from router_svc.routing.placement import Demand, Placement, choose_decode, choose_prefill, has_spare_blocks
@@ -43,6 +43,17 @@ class Placer:
     async def look_up(self, hashes: PrefixHashes) -> None:
         """Learns what each worker has cached now."""
         self.overlap = await self._cluster.overlap(hashes)
+
+    def choose_decode(self, recovery: Recovery, now: float) -> Placement | None:
+        """The best decode worker for the next attempt, of those that have not failed this request."""
+        # Another layout may be another model, which must not go on with tokens that the client has from this one.
+        may_change = self._cluster.policy.may_change_numerics and not recovery.waits_for_class(now)
+        for numerics in recovery.home.choices(may_change=may_change):
+            for excluded in recovery.exclusions:
+                placement = self.choose("decode", excluded, recovery.home.layout, numerics)
+                if placement is not None:
+                    return placement
+        return None
 
     def choose(
         self, tier: Tier, excluded: Collection[Incarnation], layout: KvLayout | None, numerics: str | None = None

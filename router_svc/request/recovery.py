@@ -3,6 +3,7 @@
 A decode worker failed       another one is ready     none is; it is patient          it is not
 --------------------------   ----------------------   -----------------------------   ----------------------------
 refused: no capacity         another                  wait                            wait
+refused: it shuts down       another                  wait                            wait
 lost, gone or stale          another                  wait                            fail
 a transfer failed            another, or the same     wait                            fail
 the prefill worker failed    the same, or another     wait                            fail
@@ -30,20 +31,13 @@ the request is wrong         fail                                    fail
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
+from dataclasses import dataclass
 from enum import Enum, auto
 
-from pdserve.base.errors import (
-    CapacityError,
-    Diverged,
-    LayoutMismatch,
-    PdserveError,
-    PeerLost,
-    PeerRefused,
-    RequestError,
-    StaleError,
-    TransferError,
-    TransferTimeout,
-)
+from router_svc.request.failure import Failure
+from router_svc.routing.home import Home
+from router_svc.routing.incarnation import Incarnation
 
 #: Workers that may break in a request, without a new token in between, before another one is taken to do the same.
 MAX_BROKEN = 1
@@ -51,35 +45,10 @@ MAX_BROKEN = 1
 MAX_PREFILL_FAILURES = 2
 #: Pause before the second retry without a new token in between. It doubles with each further one, up to the limit.
 _BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
-
-
-class Failure(Enum):
-    """Kinds of failures that the policy distinguishes."""
-
-    #: The request itself is wrong: no worker will accept it.
-    REQUEST = auto()
-    #: The worker refused for lack of capacity.
-    CAPACITY = auto()
-    #: The worker reported a failed transfer (its lease ran out). It is healthy and may get the request again.
-    TRANSFER = auto()
-    #: The worker is lost, silent or stale.
-    WORKER = auto()
-    #: The worker takes the message for a stranger's. It may have restarted since, as another incarnation.
-    REFUSED = auto()
-    #: The worker lives, and something is wrong with what it made of the request. Others may well do the same.
-    BROKEN = auto()
-    #: A prefill worker failed, and with it the attempt of the decode worker that waited for it.
-    PREFILL = auto()
-
-    @property
-    def avoids_worker(self) -> bool:
-        """Whether the request prefers any other worker."""
-        return self is not Failure.PREFILL
-
-    @property
-    def excludes_worker(self) -> bool:
-        """Whether the worker gets no further attempt of this request until something has changed."""
-        return self not in (Failure.TRANSFER, Failure.PREFILL)
+#: A worker that has started anew, and refuses what is for the one before, has its new record by then.
+_RECORD_S = 2.0
+#: A worker that was lost and is started again is ready by then, as a rule.
+_CLASS_RETURN_S = 3.0
 
 
 class NextStep(Enum):
@@ -101,42 +70,142 @@ class NextStep(Enum):
     CARRY_ON = auto()
 
 
-def failure_of(error: PdserveError, *, is_reported: bool, is_continuation: bool) -> Failure:
-    """The kind of a failure.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a request waits for decode workers, in seconds."""
 
-    Args:
-        is_reported: the worker itself has answered with this error.
-        is_continuation: another worker has accepted the request before, and has computed tokens of it.
+    #: For capacity, while all of them are full: `--reserve-timeout-s`.
+    capacity_s: float
+    #: For one that is lost to be back: `--worker-return-timeout-s`.
+    return_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a request has come: tokens that its client has, and times that a decode worker has answered a call."""
+
+    tokens: int = 0
+    answers: int = 0
+
+
+class Recovery:
+    """What the failures of decode workers so far mean for the next step of one request.
+
+    `now` is any monotonic clock, in seconds. New tokens, answers of workers, and workers that were not met before
+    begin a new count.
     """
-    if isinstance(error, RequestError):
-        return Failure.BROKEN if is_continuation else Failure.REQUEST
-    if isinstance(error, CapacityError):
-        return Failure.CAPACITY
-    if isinstance(error, PeerRefused):
-        return Failure.REFUSED
-    if isinstance(error, (LayoutMismatch, Diverged)):
-        return Failure.BROKEN
-    if isinstance(error, TransferError) and is_reported:
-        return Failure.TRANSFER
-    return Failure.WORKER if isinstance(error, (PeerLost, TransferTimeout, StaleError)) else Failure.BROKEN
 
+    def __init__(self, patience: Patience, home: Home) -> None:
+        self._patience = patience
+        #: KV layout and numerics class of the last decode worker that has added tokens.
+        self.home = home
+        #: Workers that get no further attempt for now, and those that get one only where there is no other.
+        self._failed: set[Incarnation] = set()
+        self._avoided: set[Incarnation] = set()
+        self._met: set[Incarnation] = set()
+        #: When each has refused the request as a stranger's, since the last token; and whether all of them do.
+        self._refused_at, self._is_stranger = dict[Incarnation, float](), False
+        #: Since the last new token: failures of any kind, and workers that broke in the request.
+        self._failures = self._broken = 0
+        #: The last failure, and the progress until then.
+        self._last: Failure | None = None
+        self._progress = Progress()
+        #: Until then, the request tries workers that cannot be reached, and waits for one that suits it.
+        self._patient_until = 0.0
+        #: Until then, the request waits for workers that are full; and whether it does that.
+        self._capacity_until, self._is_for_capacity = 0.0, False
+        #: Until then, an answer that has begun waits for a worker of its numerics class, even if another one is ready.
+        self._same_class_until = 0.0
 
-def after_decode_failure(
-    failure: Failure, *, broken: int, is_stranger: bool, has_other_decode: bool, is_patient: bool
-) -> NextStep:
-    """The step after a decode worker has failed.
+    def begin(self, now: float) -> None:
+        """The request looks for its first decode worker, or anew, after all of them were gone for long."""
+        self._patient_until = now + self._patience.return_s
+        self._capacity_until = now + self._patience.capacity_s
 
-    Args:
-        broken: decode workers that broke in this request since its last token, this one included.
-        is_stranger: all workers refuse the request as a stranger's.
-        has_other_decode: another decode worker can take the request.
-        is_patient: the request waits for a decode worker.
-    """
-    if failure is Failure.REQUEST or (failure is Failure.BROKEN and broken > MAX_BROKEN) or is_stranger:
-        return NextStep.FAIL
-    if has_other_decode:
-        return NextStep.RETRY
-    return NextStep.WAIT if failure is Failure.CAPACITY or is_patient else NextStep.FAIL
+    def failed(
+        self,
+        failure: Failure,
+        worker: Incarnation,
+        progress: Progress,
+        now: float,
+        *,
+        ready: Collection[Incarnation] | None,
+    ) -> None:
+        """Takes note of a failure while the request ran on `worker`.
+
+        `ready`: the decode workers that are; None: that is not known at present.
+        """
+        if failure.excludes_worker:
+            self._failed.add(worker)
+        if failure.avoids_worker:
+            self._avoided.add(worker)
+        if progress.tokens > self._progress.tokens:
+            self._failures = self._broken = 0
+            self._refused_at.clear()
+            self._capacity_until = now + self._patience.capacity_s
+        if progress.answers > self._progress.answers or worker not in self._met:
+            # A worker that cannot be reached may seem to be back each time: then one wait is all.
+            self._met.add(worker)
+            self._patient_until = now + self._patience.return_s
+        self._last, self._progress = failure, progress
+        self._is_for_capacity = failure is Failure.CAPACITY
+        self._failures += 1
+        if self._failures == 1:
+            self._same_class_until = now + _CLASS_RETURN_S
+        self._broken += failure is Failure.BROKEN
+        if failure is Failure.REFUSED:
+            waited_s = now - self._refused_at.setdefault(worker, now)
+            all_refuse = ready is not None and {*ready} <= self._refused_at.keys()
+            self._is_stranger = all_refuse and waited_s >= _RECORD_S
+
+    def next_step(self, now: float, *, has_other: bool) -> NextStep:
+        """The step after the last failure. `has_other`: a decode worker can take the request."""
+        if self.is_final:
+            return NextStep.FAIL
+        if has_other:
+            return NextStep.RETRY
+        is_refused = self._last in (Failure.CAPACITY, Failure.DRAINING)
+        return NextStep.WAIT if is_refused or self._is_patient(now) else NextStep.FAIL
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no other worker would do better: what two that live have broken in, a third will not do."""
+        return self._last is Failure.REQUEST or self._broken > MAX_BROKEN or self._is_stranger
+
+    def pause_s(self, key: str) -> float | None:
+        """The pause before the next attempt; None where workers are full: the wait for one is the pause."""
+        return None if self._is_for_capacity else backoff_s(self._failures, key)
+
+    def _is_patient(self, now: float) -> bool:
+        return now < self._patient_until
+
+    # Which workers may be next.
+    @property
+    def exclusions(self) -> tuple[set[Incarnation], set[Incarnation]]:
+        """Workers to leave out: at first also those that the request would rather avoid."""
+        return self._failed | self._avoided, self._failed
+
+    def forgive(self) -> None:
+        """Something has changed: workers that have failed may get the request again."""
+        self._failed.clear()
+
+    def waits_for_class(self, now: float) -> bool:
+        """Whether only workers of the answer's numerics class come into question yet."""
+        return now < min(self._same_class_until, self._patient_until)
+
+    # Waiting for one.
+    @property
+    def capacity_until(self) -> float | None:
+        """When the wait for workers that are full ends; None: the request waits for something else."""
+        return self._capacity_until if self._is_for_capacity else None
+
+    def gives_up(self, now: float) -> bool:
+        """Whether it has waited long enough for workers of a tier that is not gone."""
+        return now >= self._capacity_until if self._is_for_capacity else not self._is_patient(now)
+
+    def tier_is_gone(self) -> None:
+        """No decode worker is ready: the request waits for one, not for capacity."""
+        self._is_for_capacity = False
 
 
 def backoff_s(failures: int, key: str) -> float:

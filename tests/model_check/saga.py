@@ -34,12 +34,11 @@ from router_svc.generation import Generation, TextRules
 from router_svc.records.journal import Journal
 from router_svc.records.record import Record
 from router_svc.records.request_state import TRANSITIONS, RequestState
-from router_svc.request import decode_attempt, saga
+from router_svc.request import decode_attempt, saga, waiting
 from router_svc.request.calls import DecodeFailed, _Reported
 from router_svc.request.context import RequestContext
 from router_svc.request.decode_attempt import DecodeAttempt
 from router_svc.request.placer import Placer
-from router_svc.request.recovery import MAX_BROKEN
 from router_svc.request.saga import Saga
 from router_svc.request.scoring import Scoring
 from router_svc.routing.cluster import PrefixHashes
@@ -254,7 +253,7 @@ class SagaWorld:
         if "heartbeat" not in self._waits_for:
             return False
         scoring = self._scoring
-        tier: Tier = "prefill" if scoring or not self._saga._deaths.may_reach("decode") else "decode"
+        tier: Tier = "prefill" if scoring or not self._saga._placer.deaths.may_reach("decode") else "decode"
         ready = {*map(incarnation_of, self._cluster.ready(tier))}
         return not ready - (scoring._draining if scoring else set())
 
@@ -278,30 +277,29 @@ class SagaWorld:
     def key(self) -> Hashable:
         if self.is_final:
             return self._journal.record.state
-        saga, cluster, context = self._saga, self._cluster, self._saga._context
+        recovery, cluster, context = self._saga._recovery, self._cluster, self._saga._context
         locals_of = list(_frames(self._coroutine))
         run = locals_of[1] if len(locals_of) > 1 else {}
         call = next((each["self"]._call for each in locals_of if isinstance(each.get("self"), DecodeAttempt)), None)
-        until = run.get("until_capacity", 0.0)
         scoring = self._scoring
         return (
             self._journal.record.state,
             self._journal._is_scored,
             scoring and (scoring._was_expected, frozenset(scoring._draining)),
             self._waits_for,
-            *(frozenset(each) for each in (saga._failed_decode, saga._avoided_decode, saga._met_decode)),
-            min(saga._failures, 3),
-            saga._broken,
-            cluster.now < saga._patient_until,
-            cluster.now < until,
-            run.get("is_full"),
+            *(frozenset(each) for each in (recovery._failed, recovery._avoided, recovery._met)),
+            min(recovery._failures, 3),
+            recovery._broken,
+            cluster.now < recovery._patient_until,
+            cluster.now < (recovery.capacity_until or 0.0),
+            recovery.capacity_until is None,
             type(run.get("refusal")),
             frozenset(context.placer.failed_prefill),
             context.placer.prefill_failures,
             context.placer.deaths,
-            context.decode_answers > saga._answers_at_failure,
+            context.decode_answers > recovery._progress.answers,
             cluster.output.completion_tokens,
-            cluster.output.completion_tokens > saga._tokens_at_failure,
+            cluster.output.completion_tokens > recovery._progress.tokens,
             call and (call.worker.worker_id, call.after, call.has_started),
             cluster.key(),
         )
@@ -309,18 +307,17 @@ class SagaWorld:
     def _require_hopeless(self, error: PdserveError) -> None:
         """Nobody gives up while a worker that has not failed the request could take it."""
         cluster, saga = self._cluster, self._saga
-        if isinstance(error, RequestError) or saga._broken > MAX_BROKEN or saga._context.placer.deaths.is_over:
+        if isinstance(error, RequestError) or saga._recovery.is_final or saga._placer.deaths.is_over:
             return
-        if not saga._deaths.may_reach("decode"):  # It waits for prefill workers alone.
+        if not saga._placer.deaths.may_reach("decode"):  # It waits for prefill workers alone.
             return
         if self._bounds.scores and not self._journal._is_scored:
             context = saga._context
             if context.placer.choose_without_output(SCORING_VERSION) is not None:
                 raise Broken(f"the request fails ({error}) although a prefill worker could score it")
             return
-        untried = [
-            each.worker_id for each in cluster.ready("decode") if incarnation_of(each) not in saga._failed_decode
-        ]
+        _, failed = saga._recovery.exclusions
+        untried = [each.worker_id for each in cluster.ready("decode") if incarnation_of(each) not in failed]
         if untried:
             raise Broken(f"the request fails ({error}) although {untried} could take it")
 
@@ -344,5 +341,6 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decode_attempt, "prefill", _prefill)
     patch.setattr(Scoring, "_attempt", _score)
     patch.setattr(RequestContext, "deliver_scores", _no_delivery)
-    patch.setattr(Saga, "_now", lambda self: self._cluster.now)
-    patch.setattr(saga, "asyncio", pauses)
+    patch.setattr(waiting.Waiting, "now", lambda self: self._cluster.now)
+    for module in (saga, waiting):
+        patch.setattr(module, "asyncio", pauses)

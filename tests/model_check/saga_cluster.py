@@ -104,6 +104,7 @@ class SagaCluster:
         self._alive = {name: _record(name, tier) for tier, name in names}
         self._lost: dict[str, WorkerRecord] = {}
         self.directory = SimpleNamespace(
+            degraded=False,
             mark_lost=self._mark_lost,
             mark_alive=lambda worker_id, epoch: None,
             version=0,

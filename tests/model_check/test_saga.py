@@ -12,11 +12,11 @@ import pytest
 from pdserve.base.errors import PdserveError
 from pdserve.v1 import decode_pb2
 from router_svc.records.request_state import TRANSITIONS, RequestProgress, RequestState
-from router_svc.request import saga
+from router_svc.request import recovery
 from router_svc.request.decode_attempt import DecodeAttempt
-from router_svc.request.recovery import NextStep
-from router_svc.request.saga import Saga
+from router_svc.request.recovery import NextStep, Recovery
 from router_svc.request.scoring import Scoring
+from router_svc.request.waiting import Waiting
 from tests.model_check import saga_cluster
 from tests.model_check.saga import SagaWorld, install
 from tests.model_check.saga_cluster import Bounds
@@ -89,13 +89,13 @@ def test_a_state_without_a_way_to_an_end_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 def test_retries_without_pauses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saga, "backoff_s", lambda failures, key: 0.0)
+    monkeypatch.setattr(recovery, "backoff_s", lambda failures, key: 0.0)
     with pytest.raises(Counterexample, match="calls without a pause"):
         checked("one worker")
 
 
 def test_giving_up_although_there_is_another_worker_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saga, "after_decode_failure", lambda *_, **__: NextStep.FAIL)
+    monkeypatch.setattr(Recovery, "next_step", lambda *_, **__: NextStep.FAIL)
     with pytest.raises(Counterexample, match="could take it"):
         checked("two decode workers")
 
@@ -140,14 +140,14 @@ def test_a_wait_without_an_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_request_that_goes_on_after_its_deadline_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    heartbeat = Saga._heartbeat
+    heartbeat = Waiting.heartbeat
 
-    async def patient(saga: Saga, waits: int, until: float | None = None) -> None:
+    async def patient(waiting: Waiting, waits: int, until: float | None = None) -> None:
         try:
-            await heartbeat(saga, waits, until)
+            await heartbeat(waiting, waits, until)
         except asyncio.CancelledError:
-            await heartbeat(saga, waits, until)
+            await heartbeat(waiting, waits, until)
 
-    monkeypatch.setattr(Saga, "_heartbeat", patient)
+    monkeypatch.setattr(Waiting, "heartbeat", patient)
     with pytest.raises(Counterexample, match="deadline: the request goes on"):
         checked("workers that stay full")
