@@ -15,10 +15,10 @@ from pdserve.base.seals import Purpose
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2
 from router_svc.request.calls import DecodeCall, DecodeFailed, is_reported
-from router_svc.request.context import RequestContext
 from router_svc.request.failure import failure_of
 from router_svc.request.prefill_attempt import prefill
 from router_svc.request.recovery import NextStep, after_prefill_failure
+from router_svc.request.running_prompt import RunningPrompt
 from router_svc.routing.placement import Placement
 
 #: Time that a complete output waits for the report of its transfer, in seconds.
@@ -28,26 +28,28 @@ _REPORT_TIMEOUT_S = 0.1
 class DecodeAttempt:
     """Runs a request through one `DecodeCall`."""
 
-    def __init__(self, context: RequestContext, call: DecodeCall) -> None:
-        self._context = context
+    def __init__(self, prompt: RunningPrompt, call: DecodeCall) -> None:
+        self._prompt = prompt
         self._call = call
-        self._journal = context.journal
-        self._placer = context.placer
-        self._output = context.output
-        self._prompt = context.prompt
-        self._policy = context.cluster.policy
-        self._prompt_tokens = len(context.generation.prompt)
+        self._journal = prompt.journal
+        self._placer = prompt.placer
+        self._output = prompt.output
+        self._delivery = prompt.delivery
+        self._losses = prompt.losses
+        self._queued = prompt.queued
+        self._policy = prompt.cluster.policy
+        self._prompt_tokens = len(prompt.generation.prompt)
 
     async def run(self, start: decode_pb2.DecodeStart) -> None:
         """Returns when every choice is complete. Raises `DecodeFailed`, or an error for the client."""
-        sealed = self._context.cluster.sealed(Purpose.START, self._call.worker, start)
+        sealed = self._prompt.cluster.sealed(Purpose.START, self._call.worker, start)
         await self._call.send(decode_pb2.DecodeRequest(start=sealed))
         failure: Exception | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 handover = tasks.create_task(self._hand_over())
                 relay = tasks.create_task(self._relay(handover))
-                await self._context.finished.wait()
+                await self._delivery.finished.wait()
                 relay.cancel()
                 if self._call.has_started:
                     # A short output can be complete before the prefill worker knows that its transfer is committed.
@@ -57,7 +59,7 @@ class DecodeAttempt:
             # Both tasks may have seen the same failure; the first error explains it.
             failure = errors.exceptions[0]
         # Raised out here: before Python 3.11.4, `except*` makes a group of what is raised in it.
-        if failure is not None and not self._context.finished.is_set():
+        if failure is not None and not self._delivery.finished.is_set():
             raise failure
 
     async def _relay(self, handover: asyncio.Task[None]) -> None:
@@ -68,23 +70,23 @@ class DecodeAttempt:
                 event = await self._call.next_event(self._policy.silence)
                 match event.WhichOneof("event"):
                     case "ticket":
-                        self._context.answered(worker)
+                        self._losses.answered(worker)
                         self._journal.granted(event.ticket, worker)
                     case "started":
-                        self._context.answered(worker)
+                        self._losses.answered(worker)
                         self._journal.started(event.started, worker)
                         if event.started.prefilled_locally:
                             uncached = max(self._prompt_tokens - event.started.cached_tokens, 0)
-                            local_prefill.enter_context(self._prompt.assigned(worker, uncached))
+                            local_prefill.enter_context(self._queued.assigned(worker, uncached))
                     case "progress":
-                        self._prompt.update(max(self._prompt_tokens - event.progress.computed_tokens, 0))
+                        self._queued.update(max(self._prompt_tokens - event.progress.computed_tokens, 0))
                     case "ended":
                         await self._end(handover)
                         return
                     case "tokens":
                         self._journal.decoded()
-                        self._prompt.mark_computed()
-                        await self._context.deliver(event.tokens.choices, self._call)
+                        self._queued.mark_computed()
+                        await self._delivery.tokens(event.tokens.choices, self._call)
 
     async def _end(self, handover: asyncio.Task[None]) -> None:
         """The decode worker has sent all of its tokens: only the prefill worker may still have some."""
@@ -113,18 +115,18 @@ class DecodeAttempt:
         failed_prefill: WorkerRecord | None = None
         while opened.HasField("ticket"):
             # The plan has served its purpose, and must not count against the worker it favoured.
-            self._prompt.unassign()
+            self._queued.unassign()
             placement = self._placer.choose_prefill(self._call.worker)
             if placement is None:
                 await self._prefill_on_decode(reason, failed_prefill)
                 return
             try:
-                await prefill(self._context, placement, opened.ticket.ticket, self._call)
+                await prefill(self._prompt, placement, opened.ticket.ticket, self._call)
                 await self._started()
                 return
             except PdserveError as failed:
                 error = failed
-            await self._context.note_failure(placement.worker, error)
+            await self._losses.note(placement.worker, error)
             failed_prefill = placement.worker
             match self._next_step(placement, error):
                 case NextStep.CARRY_ON:
@@ -135,10 +137,10 @@ class DecodeAttempt:
                     self._placer.exclude_prefill(placement, error)
                     raise DecodeFailed(error, placement.worker) from error
                 case NextStep.RENEW_TICKET:
-                    self._context.prefill_failed(placement, error)
+                    self._losses.prefill_failed(placement, error)
                     opened, reason = await self._renew_ticket(), reason_of(error)
                 case NextStep.PREFILL_LOCALLY:
-                    self._context.prefill_failed(placement, error)
+                    self._losses.prefill_failed(placement, error)
                     await self._prefill_on_decode(reason_of(error), failed_prefill)
                     return
         self._require_first_tokens(opened, failed_prefill)
@@ -186,12 +188,12 @@ class DecodeAttempt:
             attempt=self._journal.record.attempt, forced_first_tokens=self._output.first_tokens
         )
         # The worker reports with its start how many of these tokens it has cached.
-        with self._prompt.assigned(worker, self._prompt_tokens):
+        with self._queued.assigned(worker, self._prompt_tokens):
             await self._call.send(decode_pb2.DecodeRequest(prefill_locally=command))
             started = await self._started()
             if not started.started.prefilled_locally:
                 # The previous attempt had been committed after all: there is nothing left to compute.
-                self._prompt.mark_computed()
+                self._queued.mark_computed()
         self._require_first_tokens(started, failed_prefill)
 
     def _require_first_tokens(self, started: decode_pb2.DecodeResponse, failed_prefill: WorkerRecord | None) -> None:

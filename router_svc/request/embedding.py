@@ -9,9 +9,6 @@ from pdserve.base.errors import PeerLost, TransferError
 from pdserve.base.pooling import Pooling
 from pdserve.base.sampling import POOLING_VERSION, SamplingParams
 from pdserve.base.vectors import floats
-from pdserve.base.wire import pooling_to_wire, sampling_to_wire
-from pdserve.v1 import prefill_pb2
-from router_svc.request.output import ChoiceDelta
 from router_svc.request.prompt_attempts import PromptAttempts
 from router_svc.routing.placement import Placement
 
@@ -26,17 +23,16 @@ class Embedding(PromptAttempts[bytes]):
 
     async def run(self) -> None:
         """Returns when the client has the embedding. Raises the error for the client."""
-        context = self._context
-        if not context.generation.needs_whole_prompt:
-            await context.placer.look_up(context.hashes)
+        if not self._prompt.generation.needs_whole_prompt:
+            await self._prompt.placer.look_up()
         values = await self._result()
-        context.journal.scored(has_output=False)
-        delta = ChoiceDelta(choice_index=0, text="", embedding=values)
-        context.stream.push([delta], first_choice=context.generation.first_choice)
+        self._prompt.journal.scored(has_output=False)
+        self._prompt.delivery.embedding(values)
 
     async def _attempt(self, placement: Placement) -> bytes:
         values = b""
-        async with aclosing(self._events(placement, self._request(), scores=False)) as events:
+        request = self._prompt.messages.without_output(_NO_OUTPUT, pooling=self._pooling)
+        async with aclosing(self._events(placement, request, scores=False)) as events:
             async for event in events:
                 if event.HasField("embedding"):
                     values = event.embedding.values
@@ -45,24 +41,14 @@ class Embedding(PromptAttempts[bytes]):
                 f"Prefill worker {placement.worker.worker_id} ended the stream before the prompt was pooled."
             )
         self._require_plausible(values)
-        self._context.prompt.mark_computed()
+        self._prompt.queued.mark_computed()
         return values
 
     @property
     def _pooling(self) -> Pooling:
-        pooling = self._context.generation.pooling
+        pooling = self._prompt.generation.pooling
         assert pooling is not None, "only prompts that are pooled come here"
         return pooling
-
-    def _request(self) -> prefill_pb2.PrefillRequest:
-        generation = self._context.generation
-        return prefill_pb2.PrefillRequest(
-            ref=self._context.ref(),
-            prompt_token_ids=generation.prompt,
-            sampling=sampling_to_wire(_NO_OUTPUT),
-            cache_salt=generation.cache_salt,
-            pooling=pooling_to_wire(self._pooling),
-        )
 
     def _require_plausible(self, values: bytes) -> None:
         """Raises `TransferError` for what no worker of ours sends."""

@@ -14,8 +14,9 @@ from pdserve.base.tasks import service_group
 from pdserve.base.wire import error_from_wire, tokens_from_wire
 from pdserve.v1 import common_pb2, decode_pb2
 from router_svc.request.calls import DecodeCall, DecodeFailed
-from router_svc.request.context import RequestContext, ignore_tokens
+from router_svc.request.delivery import ignore_tokens
 from router_svc.request.pursuit import Pursuit
+from router_svc.request.running_prompt import RunningPrompt
 
 #: Tokens in one message to a worker that catches up: at most 40 KiB. Workers of the last release hold 64 KiB.
 _MAX_PIECE = 8192
@@ -26,7 +27,7 @@ class Follower:
 
     def __init__(
         self,
-        context: RequestContext,
+        prompt: RunningPrompt,
         source: DecodeCall,
         target: DecodeCall,
         on_caught_up: Callable[[], None],
@@ -35,8 +36,9 @@ class Follower:
     ) -> None:
         """`on_caught_up` is called when `source` is not needed any more. `number`: which move of the request it is."""
         self._number = number
-        self._context = context
-        self._output = context.output
+        self._prompt = prompt
+        self._output = prompt.output
+        self._delivery = prompt.delivery
         self._source = source
         self._target = target
         self._on_caught_up = on_caught_up
@@ -58,7 +60,7 @@ class Follower:
 
     async def run(self, start: decode_pb2.DecodeStart) -> None:
         """Returns when every choice is complete. Raises `DecodeFailed`, or an error for the client."""
-        self._context.on_tokens = self._came
+        self._delivery.on_tokens = self._came
         try:
             async with service_group() as passing:
                 passing.start(self._pass_on(), name="tokens for the worker that a request moves to")
@@ -68,7 +70,7 @@ class Follower:
             if self._refusal is None:
                 raise
         finally:
-            self._context.on_tokens = ignore_tokens
+            self._delivery.on_tokens = ignore_tokens
         if self._refusal is not None:
             raise DecodeFailed(self._refusal, self._source.worker)
 
@@ -76,16 +78,16 @@ class Follower:
         self._lengths = {each.choice_index: len(each.token_ids) for each in start.output}
         self._pursuit = Pursuit({choice: length for choice, length in self._lengths.items() if length})
         self._stopped = {each.choice_index for each in start.output if each.is_over}
-        sealed = self._context.cluster.sealed(Purpose.START, self._target.worker, start)
+        sealed = self._prompt.cluster.sealed(Purpose.START, self._target.worker, start)
         await self._target.send(decode_pb2.DecodeRequest(start=sealed))
         while not self._output.is_finished:
-            event = await self._target.next_event(self._context.cluster.policy.silence)
+            event = await self._target.next_event(self._prompt.cluster.policy.silence)
             self._has_heard.set()
             match event.WhichOneof("event"):
                 case "ticket":
                     await self._hand_off(event.ticket.ticket)
                 case "started":
-                    self._context.answered(self._target.worker)
+                    self._prompt.losses.answered(self._target.worker)
                 case "tokens":
                     await self._take(event.tokens.choices)
                 case "ended":
@@ -94,7 +96,7 @@ class Follower:
 
     async def _require_blocks(self) -> None:
         """Raises `DecodeFailed` when the target has none for the request in time: another worker may have."""
-        limit_s = self._context.cluster.policy.reserve_timeout_s
+        limit_s = self._prompt.cluster.policy.reserve_timeout_s
         worker_id = self._target.worker.worker_id
         error = NoFreeBlocks(f"Decode worker {worker_id} had no free blocks for a request within {limit_s:g} s.")
         await self._target.milestone(limit_s, error)
@@ -104,7 +106,7 @@ class Follower:
         if not self.has_caught_up:
             self.has_caught_up = True
             self._has_heard.set()  # Pieces that wait go now: it may be the target's reader that is here.
-            self._context.journal.takes_over()
+            self._prompt.journal.takes_over()
             await self._give()
             self._on_caught_up()
 
@@ -146,7 +148,7 @@ class Follower:
         next_indices = {each.choice_index: each.first_index + len(each.token_ids) for each in tokens}
         if self._pursuit.sampled(next_indices, self._output.open_lengths, _now()):
             await self.take_over()
-        await self._context.deliver(tokens, self._target)
+        await self._delivery.tokens(tokens, self._target)
 
     async def _give(self, *, in_steps: bool = False) -> None:
         """Gives the target what the client has more than it, and ends the choices that are over.

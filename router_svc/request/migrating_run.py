@@ -18,10 +18,9 @@ from pdserve.base.errors import PdserveError
 from pdserve.v1 import decode_pb2
 from router_svc.records.migration import MigrationOutcome
 from router_svc.request.calls import DecodeCall, DecodeFailed, decode_call
-from router_svc.request.context import RequestContext
 from router_svc.request.decode_attempt import DecodeAttempt
-from router_svc.request.decode_start import decode_start
 from router_svc.request.follower import Follower
+from router_svc.request.running_prompt import RunningPrompt
 from router_svc.routing.incarnation import Incarnation, incarnation_of
 from router_svc.routing.placement import Placement
 
@@ -46,12 +45,12 @@ class _Stay:
 class MigratingRun:
     """Runs a request until every choice is complete. `placement` is where it runs now, or ran last."""
 
-    def __init__(self, context: RequestContext, placement: Placement) -> None:
+    def __init__(self, prompt: RunningPrompt, placement: Placement) -> None:
         self.placement = placement
-        self._context = context
-        self._cluster = context.cluster
-        self._journal = context.journal
-        self._placer = context.placer
+        self._prompt = prompt
+        self._cluster = prompt.cluster
+        self._journal = prompt.journal
+        self._placer = prompt.placer
         #: Set at each event that may call for a step.
         self._changed = asyncio.Event()
         self._follower: _Stay | None = None
@@ -71,7 +70,7 @@ class MigratingRun:
             stay = _Stay(self.placement)
 
             async def attempt(call: DecodeCall) -> None:
-                await DecodeAttempt(self._context, call).run(start)
+                await DecodeAttempt(self._prompt, call).run(start)
 
             self._serve(tasks, stay, attempt)
             error = await self._supervise(tasks, stay)
@@ -85,7 +84,7 @@ class MigratingRun:
         """Opens a call to the stay's worker, in a task that ends with the error of `run`, if any."""
         worker, counted = stay.placement.worker, contextlib.ExitStack()
         # From now on, not from the task's first turn: other requests are placed before that.
-        sequences = self._context.generation.sampling.n
+        sequences = self._prompt.generation.sampling.n
         counted.enter_context(self._cluster.in_flight.decoding(worker.worker_id, sequences))
 
         async def serve() -> DecodeFailed | PdserveError | None:
@@ -171,7 +170,7 @@ class MigratingRun:
         if now < self._next_try_at:
             return
         self._next_try_at = now + self._retry_s
-        output = self._context.output
+        output = self._prompt.output
         can_move = call.has_started and output.has_first_tokens and not output.is_finished
         if not can_move or self._placer.deaths.tier is not None:
             return
@@ -186,16 +185,16 @@ class MigratingRun:
     def _start(self, tasks: asyncio.TaskGroup, current: _Stay, target: Placement) -> None:
         source = current.call
         assert source is not None
-        has_output = len(self._context.output.continuation) == self._context.generation.sampling.n
+        has_output = len(self._prompt.output.continuation) == self._prompt.generation.sampling.n
         is_copied = self._may_copy and has_output and target.worker.layout.windows == (None,)
         trace = self._journal.moves(self._reason, current.placement.worker, target, is_copied=is_copied)
-        start = decode_start(self._context, 0 if is_copied else _ALWAYS, trace, is_moving=is_copied)
+        start = self._prompt.messages.decode(0 if is_copied else _ALWAYS, trace, is_moving=is_copied)
         stay = self._follower = _Stay(target)
         self._num_moves += 1
         number = self._num_moves
 
         async def follow(call: DecodeCall) -> None:
-            stay.follower = Follower(self._context, source, call, self._changed.set, number=number)
+            stay.follower = Follower(self._prompt, source, call, self._changed.set, number=number)
             source.on_handed_off = stay.follower.handed_off
             await stay.follower.run(start)
 
@@ -230,7 +229,7 @@ class MigratingRun:
         if not isinstance(error, DecodeFailed):
             return None
         try:
-            await self._context.note_failure(error.worker, error.error)
+            await self._prompt.losses.note(error.worker, error.error)
         except PdserveError as fatal:
             return fatal
         return None

@@ -23,10 +23,17 @@ class Placer:
     """The choice of workers for one prompt. Owned by its saga."""
 
     def __init__(
-        self, generation: Generation, cluster: Cluster, output: Output, *, fills_context: bool = False
+        self,
+        generation: Generation,
+        hashes: PrefixHashes,
+        cluster: Cluster,
+        output: Output,
+        *,
+        fills_context: bool = False,
     ) -> None:
-        """`fills_context`: it was given the whole context, as the workers had it when it came."""
+        """`hashes`: of the prompt's blocks. `fills_context`: it was given the whole context that the workers had."""
         self._generation = generation
+        self._hashes = hashes
         self._cluster = cluster
         self._output = output
         self._fills_context = fills_context
@@ -40,9 +47,9 @@ class Placer:
         #: Those that have failed the request, live, and do not shut down.
         self.prefill_failures = 0
 
-    async def look_up(self, hashes: PrefixHashes) -> None:
+    async def look_up(self) -> None:
         """Learns what each worker has cached now."""
-        self.overlap = await self._cluster.overlap(hashes)
+        self.overlap = await self._cluster.overlap(self._hashes)
 
     def choose_decode(self, recovery: Recovery, now: float) -> Placement | None:
         """The best decode worker for the next attempt, of those that have not failed this request."""

@@ -7,56 +7,44 @@ from contextlib import AsyncExitStack
 from pdserve.base.errors import PeerLost
 from pdserve.v1 import decode_pb2, prefill_pb2
 from router_svc.request.calls import DecodeCall, prefill_call
-from router_svc.request.context import RequestContext
+from router_svc.request.running_prompt import RunningPrompt
 from router_svc.routing.placement import Placement
 
 
 async def prefill(
-    context: RequestContext, placement: Placement, ticket: decode_pb2.Ticket | None, call: DecodeCall | None
+    prompt: RunningPrompt, placement: Placement, ticket: decode_pb2.Ticket | None, call: DecodeCall | None
 ) -> None:
     """Returns when the prefill worker has committed, or when its first tokens alone complete every choice.
 
     `ticket` and `call` are the decode worker's, or None when the request needs none. Raises the error that the worker
     reported, `PeerLost`, or `TransferTimeout` when it is silent.
     """
-    worker, prompt, journal, cluster = placement.worker, context.prompt, context.journal, context.cluster
+    worker, journal, cluster = placement.worker, prompt.journal, prompt.cluster
     trace = journal.chose_prefill(placement)
-    request = _request(context, ticket)
-    await context.retained.aclose()
-    limits = context.cluster.policy.silence
+    request = prompt.messages.prefill(ticket)
+    await prompt.retained.aclose()
+    limits = cluster.policy.silence
     silence_s = limits.of_prefill(worker, None if ticket is None else ticket.lease_s)
-    with prompt.assigned(worker, placement.uncached_tokens):
+    with prompt.queued.assigned(worker, placement.uncached_tokens):
         async with AsyncExitStack() as calling:
             prefilling = await calling.enter_async_context(prefill_call(cluster, worker, request, trace))
             while (event := await prefilling.next_event(silence_s)) is not None:
                 match event.WhichOneof("event"):
                     case "progress":
-                        _take_progress(context, placement, event.progress)
+                        _take_progress(prompt, placement, event.progress)
                         if call is not None:
                             await call.send(decode_pb2.DecodeRequest(keep_lease=decode_pb2.KeepLease()))
                     case "first_token":
-                        prompt.mark_computed()
+                        prompt.queued.mark_computed()
                         journal.prefilled(event.first_token)
-                        await context.deliver(event.first_token.choices, call)
-                        if context.output.is_finished and not _has_started(call):
+                        await prompt.delivery.tokens(event.first_token.choices, call)
+                        if prompt.output.is_finished and not _has_started(call):
                             return
                     case "done":
                         journal.committed(event.done)
-                        context.retained.push_async_exit(calling.pop_all())
+                        prompt.retained.push_async_exit(calling.pop_all())
                         return
     raise PeerLost(f"Prefill worker {worker.worker_id} ended the stream before the transfer was committed.")
-
-
-def _request(context: RequestContext, ticket: decode_pb2.Ticket | None) -> prefill_pb2.PrefillRequest:
-    return prefill_pb2.PrefillRequest(
-        ref=context.ref(),
-        prompt_token_ids=context.generation.prompt,
-        sampling=context.sampling,
-        ticket=ticket,
-        forced_first_tokens=context.output.first_tokens,
-        cache_salt=context.generation.cache_salt,
-        retains_prompt=True,
-    )
 
 
 def _has_started(call: DecodeCall | None) -> bool:
@@ -64,9 +52,9 @@ def _has_started(call: DecodeCall | None) -> bool:
     return call is not None and call.has_started
 
 
-def _take_progress(context: RequestContext, placement: Placement, progress: prefill_pb2.PrefillProgress) -> None:
-    context.answered(placement.worker)
-    context.journal.progressed(progress)
+def _take_progress(prompt: RunningPrompt, placement: Placement, progress: prefill_pb2.PrefillProgress) -> None:
+    prompt.losses.answered(placement.worker)
+    prompt.journal.progressed(progress)
     # The worker knows better than the index what it has cached, even while the prompt is queued.
     done = max(progress.computed_tokens, progress.cached_tokens)
-    context.prompt.update(max(placement.prompt_tokens - done, 0))
+    prompt.queued.update(max(placement.prompt_tokens - done, 0))

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from pdserve.base.errors import Draining, NoWorkers, PdserveError, RequestError
 from pdserve.v1 import prefill_pb2
 from router_svc.request.calls import prefill_call
-from router_svc.request.context import RequestContext
+from router_svc.request.running_prompt import RunningPrompt
 from router_svc.routing.incarnation import Incarnation, incarnation_of
 from router_svc.routing.placement import Placement
 
@@ -26,12 +26,12 @@ class PromptAttempts(ABC, Generic[Result]):
     #: The error for a cluster without such workers.
     no_workers: str
 
-    def __init__(self, context: RequestContext, heartbeat: Heartbeat) -> None:
-        self._context = context
+    def __init__(self, prompt: RunningPrompt, heartbeat: Heartbeat) -> None:
+        self._prompt = prompt
         self._heartbeat = heartbeat
         #: A worker was ready, or expected, since the request came.
         self._was_expected = False
-        self._num_prompt = len(context.generation.prompt)
+        self._num_prompt = len(prompt.generation.prompt)
         #: Workers that shut down, as they have said.
         self._draining: set[Incarnation] = set()
 
@@ -54,33 +54,33 @@ class PromptAttempts(ABC, Generic[Result]):
         self, placement: Placement, request: prefill_pb2.PrefillRequest, *, scores: bool
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """The events of a call, in which progress is noted. Close it when its loop is left early."""
-        context, worker = self._context, placement.worker
-        trace = context.journal.chose_prefill(placement, scores=scores)
-        silence_s = context.cluster.policy.silence.of_prefill(worker, None)
+        prompt, worker = self._prompt, placement.worker
+        trace = prompt.journal.chose_prefill(placement, scores=scores)
+        silence_s = prompt.cluster.policy.silence.of_prefill(worker, None)
         num_missing = placement.uncached_tokens
-        with context.prompt.assigned(worker, num_missing):
-            async with prefill_call(context.cluster, worker, request, trace) as call:
+        with prompt.queued.assigned(worker, num_missing):
+            async with prefill_call(prompt.cluster, worker, request, trace) as call:
                 # To its end: the worker has forgotten the prompt then, and may get it again at once.
                 while (event := await call.next_event(silence_s)) is not None:
                     if event.HasField("progress"):
-                        context.answered(worker)
-                        context.journal.progressed(event.progress)
-                        context.prompt.update(max(self._num_prompt - event.progress.computed_tokens, 0))
+                        prompt.losses.answered(worker)
+                        prompt.journal.progressed(event.progress)
+                        prompt.queued.update(max(self._num_prompt - event.progress.computed_tokens, 0))
                     yield event
 
     async def _failed(self, placement: Placement, error: PdserveError) -> None:
         """Notes a failure. Raises `error` when no worker is left that could do better."""
-        context = self._context
-        await context.note_failure(placement.worker, error)
+        prompt = self._prompt
+        await prompt.losses.note(placement.worker, error)
         if isinstance(error, Draining):
             self._draining.add(placement.incarnation)
-        context.placer.exclude_prefill(placement, error)
+        prompt.placer.exclude_prefill(placement, error)
         if self._choose() is None and not self._may_wait():
             raise error
-        context.journal.retry(error, placement.worker)
+        prompt.journal.retry(error, placement.worker)
 
     def _choose(self) -> Placement | None:
-        return self._context.placer.choose_without_output(self.version)
+        return self._prompt.placer.choose_without_output(self.version)
 
     async def _placement(self) -> Placement:
         """A worker to ask. Raises `NoWorkers` when none is expected."""
@@ -94,9 +94,9 @@ class PromptAttempts(ABC, Generic[Result]):
 
     def _may_wait(self) -> bool:
         """Whether a worker may come: not while there are some, all of which have failed the request."""
-        context = self._context
-        staying = {incarnation_of(worker) for worker in context.cluster.ready("prefill")} - self._draining
-        if staying or not context.placer.deaths.may_reach("prefill"):
+        prompt = self._prompt
+        staying = {incarnation_of(worker) for worker in prompt.cluster.ready("prefill")} - self._draining
+        if staying or not prompt.placer.deaths.may_reach("prefill"):
             return False
-        self._was_expected = self._was_expected or context.cluster.expects("prefill")
+        self._was_expected = self._was_expected or prompt.cluster.expects("prefill")
         return self._was_expected

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from pdserve.base.errors import PdserveError
 from pdserve.base.logs import enter_request, get_logger
-from pdserve.base.wire import sampling_to_wire
 from pdserve.model.tokenizer import Tokenizer
 from router_svc.generation import Generation
 from router_svc.records.journal import Journal
-from router_svc.request.context import RequestContext
+from router_svc.request.delivery import Delivery
 from router_svc.request.fair_order import QueueSlot
 from router_svc.request.gate import Gate
+from router_svc.request.losses import Losses
 from router_svc.request.output import Output
 from router_svc.request.placer import Placer
 from router_svc.request.prompt_log import PromptLog
 from router_svc.request.quarantine import Quarantine
+from router_svc.request.running_prompt import RunningPrompt
 from router_svc.request.saga import Saga
 from router_svc.request.stream import DeltaStream
+from router_svc.request.worker_messages import WorkerMessages
 from router_svc.routing.cluster import Cluster, PrefixHashes
+from router_svc.routing.home import Home
 from router_svc.routing.in_flight import QueuedPrompt
 
 log = get_logger(__name__)
@@ -71,18 +74,18 @@ class PromptTask:
     async def _run(self, cluster: Cluster, output: Output, stream: DeltaStream, quarantine: Quarantine) -> None:
         generation = self._generation
         max_len = len(generation.prompt) + generation.sampling.max_tokens
-        context = RequestContext(
+        placer = Placer(generation, self._hashes, cluster, output, fills_context=max_len >= cluster.max_model_len(0))
+        prompt = RunningPrompt(
             generation=generation,
-            hashes=self._hashes,
             cluster=cluster,
             journal=self._journal,
             output=output,
-            stream=stream,
-            sampling=sampling_to_wire(generation.sampling),
-            prompt=QueuedPrompt(cluster.in_flight),
-            placer=Placer(generation, cluster, output, fills_context=max_len >= cluster.max_model_len(0)),
-            quarantine=quarantine,
-            log=self._log,
+            delivery=Delivery(generation, output, stream, self._journal, self._log),
+            placer=placer,
+            losses=Losses(generation, cluster, self._journal, placer, quarantine),
+            messages=WorkerMessages(generation, output, self._journal, placer, cluster.in_flight.router_id),
+            queued=QueuedPrompt(cluster.in_flight),
         )
-        async with context.retained:
-            await Saga(context).run()
+        log = self._log if output.has_tokens else None
+        async with prompt.retained:
+            await Saga(prompt, Home() if log is None else log.home).run()

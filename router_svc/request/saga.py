@@ -9,11 +9,13 @@
           P sends the first tokens, its progress keeps D's lease
           P lost: a renewed ticket and another P, else D prefills          RETRYING -> RESERVED ...
         P has committed, D decodes                                         DECODING
+      D drains, is full or has more to do than others: the request moves
+        another D follows it, then goes on alone                           DECODING
       D lost: another D goes on behind the tokens that the client has      RETRYING -> RESERVED ...
       no D is ready: a pause
 
-`Recovery` decides what follows a failure, `Placer` which worker is next, `quarantine` how many workers a request may
-lose, and the journal records every step. Every request runs as a `MigratingRun`: while D decodes, the request may move.
+`Recovery` decides what follows a failure, `Placer` which worker is next, `Losses` how many workers a request may lose,
+and the journal records every step. `MigratingRun` has the steps on D, from the call on, and the moves.
 """
 
 from __future__ import annotations
@@ -24,14 +26,13 @@ import contextlib
 from pdserve.base.errors import NoWorkers, PdserveError, RequestError, TransferError
 from pdserve.base.workers import WorkerRecord
 from router_svc.request.calls import DecodeFailed, is_reported
-from router_svc.request.context import RequestContext
-from router_svc.request.decode_start import decode_start
 from router_svc.request.embedding import Embedding
 from router_svc.request.error_for_client import error_for_client
 from router_svc.request.failure import Failure, failure_of
 from router_svc.request.migrating_run import MigratingRun
 from router_svc.request.prefill_attempt import prefill
 from router_svc.request.recovery import NextStep, Patience, Progress, Recovery
+from router_svc.request.running_prompt import RunningPrompt
 from router_svc.request.scoring import Scoring
 from router_svc.request.waiting import Waiting
 from router_svc.routing.home import Home, home_of
@@ -43,30 +44,31 @@ from router_svc.routing.placement import Placement
 class Saga:
     """Runs one prompt to its end."""
 
-    def __init__(self, context: RequestContext) -> None:
-        self._context = context
-        self._cluster = context.cluster
-        self._policy = context.cluster.policy
-        self._journal = context.journal
-        self._placer = context.placer
-        self._output = context.output
-        self._key = context.generation.worker_request_id
+    def __init__(self, prompt: RunningPrompt, home: Home) -> None:
+        """`home`: where the tokens come from that the client has already."""
+        self._prompt = prompt
+        self._cluster = prompt.cluster
+        self._policy = prompt.cluster.policy
+        self._journal = prompt.journal
+        self._placer = prompt.placer
+        self._output = prompt.output
+        self._losses = prompt.losses
+        self._key = prompt.generation.worker_request_id
         patience = Patience(capacity_s=self._policy.reserve_timeout_s, return_s=self._policy.worker_return_timeout_s)
-        log = context.log if context.output.has_tokens else None
-        self._recovery = Recovery(patience, Home() if log is None else log.home)
-        self._waiting = Waiting(context.cluster, context.placer, self._recovery, self._key)
+        self._recovery = Recovery(patience, home)
+        self._waiting = Waiting(prompt.cluster, prompt.placer, self._recovery, self._key)
 
     async def run(self) -> None:
         """Returns when every choice is complete. Raises the error for the client."""
-        generation = self._context.generation
+        generation = self._prompt.generation
         if generation.pooling is not None:
-            await Embedding(self._context, self._waiting.heartbeat).run()
+            await Embedding(self._prompt, self._waiting.heartbeat).run()
         elif generation.prompt_logprobs is not None:
-            await Scoring(self._context, self._waiting.heartbeat).run()
+            await Scoring(self._prompt, self._waiting.heartbeat).run()
         if not generation.sampling.max_tokens:
-            self._context.deliver_ends()
+            self._prompt.delivery.ends()
             return
-        await self._placer.look_up(self._context.hashes)
+        await self._placer.look_up()
         if generation.sampling.max_tokens == 1 and await self._run_on_prefill_alone():
             return
         await self._run_with_decode()
@@ -75,13 +77,13 @@ class Saga:
         """Runs a request for a single token without a decode worker. False if no prefill worker could."""
         while (placement := self._placer.choose_prefill(None)) is not None:
             try:
-                await prefill(self._context, placement, None, None)
+                await prefill(self._prompt, placement, None, None)
                 return True
             except RequestError:
                 raise
             except PdserveError as error:
-                await self._context.note_failure(placement.worker, error)
-                self._context.prefill_failed(placement, error)
+                await self._losses.note(placement.worker, error)
+                self._losses.prefill_failed(placement, error)
                 if not self._placer.deaths.may_reach("decode") and self._placer.choose_prefill(None) is None:
                     raise
         return False
@@ -94,7 +96,7 @@ class Saga:
             placement = self._placer.choose_decode(recovery, now()) or await self._waiting.for_decode(refusal)
             if not self._placer.deaths.may_reach("decode"):
                 await self._waiting.for_prefill(placement.worker, refusal)
-            run = MigratingRun(self._context, placement)
+            run = MigratingRun(self._prompt, placement)
             try:
                 await self._run_on(run)
                 return
@@ -112,7 +114,7 @@ class Saga:
             self._journal.retry(refusal, worker)
             self._output.forget_early()
             # The prompt may be cached by now, and a worker that started anew has nothing.
-            await self._placer.look_up(self._context.hashes)
+            await self._placer.look_up()
             if (pause_s := recovery.pause_s(self._key)) is not None:
                 await asyncio.sleep(pause_s)
 
@@ -120,17 +122,17 @@ class Saga:
         """Takes note of a failure. `worker` is the one at fault, which may be a prefill worker."""
         failure = failure_of(error, is_reported=is_reported(error), is_continuation=self._output.has_tokens)
         if incarnation_of(worker) == placement.incarnation:
-            await self._context.note_failure(worker, error)
+            await self._losses.note(worker, error)
         elif failure is not Failure.REQUEST:  # Where it failed, it was noted already.
             failure = Failure.PREFILL
-        progress = Progress(self._output.completion_tokens, self._context.decode_answers)
+        progress = Progress(self._output.completion_tokens, self._losses.decode_answers)
         is_known = not self._cluster.directory.degraded
         ready = [*map(incarnation_of, self._cluster.ready("decode"))] if is_known else None
         self._recovery.failed(failure, placement.incarnation, progress, self._waiting.now(), ready=ready)
 
     async def _run_on(self, run: MigratingRun) -> None:
         """The request on one decode worker, and where it moves. Raises `DecodeFailed`, or an error for the client."""
-        context, placement, worker = self._context, run.placement, run.placement.worker
+        placement, worker = run.placement, run.placement.worker
         numerics = self._recovery.home.numerics_class
         if numerics not in (None, worker.numerics_class):
             self._journal.changed_numerics(str(numerics), worker)
@@ -138,13 +140,13 @@ class Saga:
         remote = self._placer.choose_prefill(worker)
         plan = self._plan_prefill(placement, remote)
         trace = self._journal.chose_decode(placement, plan)
-        start = decode_start(context, plan.threshold, trace)
+        start = self._prompt.messages.decode(plan.threshold, trace)
         with contextlib.ExitStack() as counted:
             # Other requests see the prompt's tokens in the queue of the worker that will probably compute them.
             computing = placement if placement.uncached_tokens <= plan.threshold else remote
             if computing is not None:
                 counted.enter_context(
-                    context.prompt.assigned(computing.worker, computing.uncached_tokens, is_sent=False)
+                    self._prompt.queued.assigned(computing.worker, computing.uncached_tokens, is_sent=False)
                 )
             try:
                 await run.run(start)

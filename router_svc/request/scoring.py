@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 from pdserve.base.errors import PeerLost, TransferError
 from pdserve.base.sampling import SCORING_VERSION, SamplingParams, TokenLogprobs
-from pdserve.base.wire import logprobs_from_wire, sampling_to_wire
+from pdserve.base.wire import logprobs_from_wire
 from pdserve.v1 import prefill_pb2
 from router_svc.request.output import require_numbers
 from router_svc.request.prompt_attempts import PromptAttempts
@@ -30,12 +30,13 @@ class Scoring(PromptAttempts[list[TokenLogprobs]]):
         # The first token of a prompt has no log-probability.
         scores = await self._result() if self._num_prompt > 1 else []
         if scores:
-            self._context.journal.scored(has_output=self._context.generation.sampling.max_tokens > 0)
-        self._context.deliver_scores(scores)
+            self._prompt.journal.scored(has_output=self._prompt.generation.sampling.max_tokens > 0)
+        self._prompt.delivery.scores(scores)
 
     async def _attempt(self, placement: Placement) -> list[TokenLogprobs]:
         scores: list[TokenLogprobs] = []
-        async with aclosing(self._events(placement, self._request(), scores=True)) as events:
+        request = self._prompt.messages.without_output(self._sampling)
+        async with aclosing(self._events(placement, request, scores=True)) as events:
             async for event in events:
                 if event.HasField("prompt_logprobs"):
                     self._take(scores, event.prompt_logprobs)
@@ -43,22 +44,12 @@ class Scoring(PromptAttempts[list[TokenLogprobs]]):
             raise PeerLost(
                 f"Prefill worker {placement.worker.worker_id} ended the stream before the prompt was scored."
             )
-        self._context.prompt.mark_computed()
+        self._prompt.queued.mark_computed()
         return scores
-
-    def _request(self) -> prefill_pb2.PrefillRequest:
-        generation = self._context.generation
-        return prefill_pb2.PrefillRequest(
-            ref=self._context.ref(),
-            prompt_token_ids=generation.prompt,
-            sampling=sampling_to_wire(self._sampling),
-            cache_salt=generation.cache_salt,
-            scores_prompt=True,
-        )
 
     @property
     def _sampling(self) -> SamplingParams:
-        generation = self._context.generation
+        generation = self._prompt.generation
         return SamplingParams(
             temperature=0.0,
             max_tokens=1,

@@ -27,7 +27,6 @@ from pdserve.base.errors import (
 )
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SCORING_VERSION, SamplingParams, TokenLogprobs
-from pdserve.base.wire import sampling_to_wire
 from pdserve.base.workers import Tier, WorkerRecord
 from pdserve.v1 import decode_pb2
 from router_svc.generation import Generation, TextRules
@@ -36,18 +35,22 @@ from router_svc.records.record import Record
 from router_svc.records.request_state import TRANSITIONS, RequestState
 from router_svc.request import decode_attempt, saga, waiting
 from router_svc.request.calls import DecodeFailed, _Reported
-from router_svc.request.context import RequestContext
 from router_svc.request.decode_attempt import DecodeAttempt
+from router_svc.request.delivery import Delivery
+from router_svc.request.losses import Losses
 from router_svc.request.placer import Placer
+from router_svc.request.quarantine import Quarantine
+from router_svc.request.running_prompt import RunningPrompt
 from router_svc.request.saga import Saga
 from router_svc.request.scoring import Scoring
+from router_svc.request.worker_messages import WorkerMessages
 from router_svc.routing.cluster import PrefixHashes
+from router_svc.routing.home import Home
 from router_svc.routing.in_flight import QueuedPrompt
 from router_svc.routing.incarnation import incarnation_of
 from tests.model_check.saga_cluster import Bounds, Nothing, SagaCluster, Waiting
 from tests.model_check.search import Broken
 
-_SAMPLING = sampling_to_wire(SamplingParams(max_tokens=9))
 _GENERATION = Generation(
     request_id=RequestId("r"),
     worker_request_id=RequestId("r"),
@@ -61,12 +64,12 @@ _GENERATION = Generation(
 class _Call:
     """An open call to a decode worker."""
 
-    def __init__(self, context: RequestContext, worker: WorkerRecord) -> None:
-        self._context = context
-        self._cluster: Any = context.cluster
+    def __init__(self, prompt: RunningPrompt, worker: WorkerRecord) -> None:
+        self._prompt = prompt
+        self._cluster: Any = prompt.cluster
         self.worker = worker
         self.has_started = False
-        self.attempt = context.journal.record.attempt
+        self.attempt = prompt.journal.record.attempt
         #: What the router has done last.
         self.after = "start"
 
@@ -88,7 +91,7 @@ class _Call:
             case "ticket" | "stale-ticket":
                 attempt = self.attempt - (decision == "stale-ticket")
                 granted = decode_pb2.TicketGranted(ticket=decode_pb2.Ticket(attempt=attempt))
-                self._context.journal.granted(granted, self.worker)
+                self._prompt.journal.granted(granted, self.worker)
                 return decode_pb2.DecodeResponse(ticket=granted)
             case "late":
                 raise DecodeFailed(error, self.worker) from error
@@ -101,15 +104,15 @@ class _Call:
         started = decode_pb2.DecodeStarted(prefilled_locally=self.after in ("start", "prefill_locally"))
         if started.prefilled_locally:
             self._cluster.output.gain(1)
-        self._context.journal.started(started, self.worker)
+        self._prompt.journal.started(started, self.worker)
         return decode_pb2.DecodeResponse(started=started)
 
 
-async def _prefill(context: Any, placement: Any, ticket: Any, call: Any) -> None:
+async def _prefill(prompt: Any, placement: Any, ticket: Any, call: Any) -> None:
     """In place of the call to a prefill worker."""
-    cluster: SagaCluster = context.cluster
-    context.journal.chose_prefill(placement)
-    if ticket.attempt != call.attempt or ticket.attempt != context.journal.record.attempt:
+    cluster: SagaCluster = prompt.cluster
+    prompt.journal.chose_prefill(placement)
+    if ticket.attempt != call.attempt or ticket.attempt != prompt.journal.record.attempt:
         raise Broken(f"a prefill worker gets the ticket of attempt {ticket.attempt} in attempt {call.attempt}")
     decision = await cluster.decide("committed", "prefill-lost", "prefill-lost-later", "prefill-fails")
     if decision in ("committed", "prefill-lost-later"):
@@ -122,10 +125,10 @@ async def _prefill(context: Any, placement: Any, ticket: Any, call: Any) -> None
 
 async def _score(scoring: Any, placement: Any) -> list[TokenLogprobs]:
     """In place of the call to a prefill worker that scores the prompt."""
-    context = scoring._context
-    cluster: SagaCluster = context.cluster
-    context.journal.chose_prefill(placement, scores=True)
-    cluster.new_scoring(context.journal.record.attempt)
+    prompt = scoring._prompt
+    cluster: SagaCluster = prompt.cluster
+    prompt.journal.chose_prefill(placement, scores=True)
+    cluster.new_scoring(prompt.journal.record.attempt)
     match await cluster.decide("scored", "prefill-lost", "prefill-drains", "prefill-fails"):
         case "scored":
             return [TokenLogprobs(logprob=-1.0, rank=1)] * 39
@@ -136,23 +139,23 @@ async def _score(scoring: Any, placement: Any) -> list[TokenLogprobs]:
     raise cluster.lose(placement.worker)
 
 
-def _no_delivery(context: object, scores: object) -> None:
+def _no_delivery(delivery: object, scores: object) -> None:
     """The client has the scores."""
 
 
 class _Run:
     """In place of `MigratingRun`: one call, and no moves."""
 
-    def __init__(self, context: Any, placement: Any) -> None:
+    def __init__(self, prompt: Any, placement: Any) -> None:
         self.placement = placement
-        self._context = context
+        self._prompt = prompt
 
     async def run(self, start: decode_pb2.DecodeStart) -> None:
-        cluster: SagaCluster = self._context.cluster
+        cluster: SagaCluster = self._prompt.cluster
         worker = self.placement.worker
         cluster.new_attempt(start.ref.attempt)
         cluster.new_call()
-        await DecodeAttempt(self._context, _Call(self._context, worker))._hand_over()  # type: ignore[arg-type]
+        await DecodeAttempt(self._prompt, _Call(self._prompt, worker))._hand_over()  # type: ignore[arg-type]
         decision = await cluster.decide("done", "lost", "lost-own", "breaks", "lost-lease", "wrong", "token")
         while decision == "token":
             cluster.output.gain(cluster.output.completion_tokens + 1)
@@ -180,18 +183,19 @@ def _new_saga(cluster: SagaCluster, bounds: Bounds) -> tuple[Saga, Journal]:
     journal = Journal(record, nothing, nothing)
     any_cluster: Any = cluster
     any_output: Any = cluster.output
-    context = RequestContext(
+    placer = Placer(generation, PrefixHashes(generation.prompt, b""), any_cluster, any_output)
+    prompt = RunningPrompt(
         generation=generation,
-        hashes=PrefixHashes(generation.prompt, b""),
         cluster=any_cluster,
         journal=journal,
         output=any_output,
-        stream=nothing,
-        sampling=_SAMPLING,
-        prompt=QueuedPrompt(cluster.in_flight),
-        placer=Placer(generation, any_cluster, any_output),
+        delivery=Delivery(generation, any_output, nothing, journal),
+        placer=placer,
+        losses=Losses(generation, any_cluster, journal, placer, Quarantine()),
+        messages=WorkerMessages(generation, any_output, journal, placer, cluster.in_flight.router_id),
+        queued=QueuedPrompt(cluster.in_flight),
     )
-    return Saga(context), journal
+    return Saga(prompt, Home()), journal
 
 
 @contextmanager
@@ -277,7 +281,7 @@ class SagaWorld:
     def key(self) -> Hashable:
         if self.is_final:
             return self._journal.record.state
-        recovery, cluster, context = self._saga._recovery, self._cluster, self._saga._context
+        recovery, cluster, placer = self._saga._recovery, self._cluster, self._saga._placer
         locals_of = list(_frames(self._coroutine))
         run = locals_of[1] if len(locals_of) > 1 else {}
         call = next((each["self"]._call for each in locals_of if isinstance(each.get("self"), DecodeAttempt)), None)
@@ -294,10 +298,10 @@ class SagaWorld:
             cluster.now < (recovery.capacity_until or 0.0),
             recovery.capacity_until is None,
             type(run.get("refusal")),
-            frozenset(context.placer.failed_prefill),
-            context.placer.prefill_failures,
-            context.placer.deaths,
-            context.decode_answers > recovery._progress.answers,
+            frozenset(placer.failed_prefill),
+            placer.prefill_failures,
+            placer.deaths,
+            self._saga._losses.decode_answers > recovery._progress.answers,
             cluster.output.completion_tokens,
             cluster.output.completion_tokens > recovery._progress.tokens,
             call and (call.worker.worker_id, call.after, call.has_started),
@@ -312,8 +316,7 @@ class SagaWorld:
         if not saga._placer.deaths.may_reach("decode"):  # It waits for prefill workers alone.
             return
         if self._bounds.scores and not self._journal._is_scored:
-            context = saga._context
-            if context.placer.choose_without_output(SCORING_VERSION) is not None:
+            if saga._placer.choose_without_output(SCORING_VERSION) is not None:
                 raise Broken(f"the request fails ({error}) although a prefill worker could score it")
             return
         _, failed = saga._recovery.exclusions
@@ -340,7 +343,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(saga, "MigratingRun", _Run)
     patch.setattr(decode_attempt, "prefill", _prefill)
     patch.setattr(Scoring, "_attempt", _score)
-    patch.setattr(RequestContext, "deliver_scores", _no_delivery)
+    patch.setattr(Delivery, "scores", _no_delivery)
     patch.setattr(waiting.Waiting, "now", lambda self: self._cluster.now)
     for module in (saga, waiting):
         patch.setattr(module, "asyncio", pauses)

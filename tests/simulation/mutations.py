@@ -27,8 +27,8 @@ from pdserve.worker.serve.inboxes import Inboxes
 from router_svc.api.event_ids import EventIds
 from router_svc.records.resumable import single_tokens
 from router_svc.request import decode_attempt
-from router_svc.request.context import RequestContext
 from router_svc.request.decode_attempt import DecodeAttempt
+from router_svc.request.delivery import Delivery
 from router_svc.request.gate import Gate
 from router_svc.request.open_requests import OpenRequest, OpenRequests
 from router_svc.request.output import Output, _Choice
@@ -267,13 +267,13 @@ def _repeat_what_a_client_has() -> None:
 def _write_in_the_attempt() -> None:
     """Tokens wait for the client in the attempt that has brought them, and end with it."""
 
-    async def deliver(context: Any, tokens: Any, call: Any) -> None:
+    async def deliver(delivery: Any, tokens: Any, call: Any) -> None:
         chunks = map(tokens_from_wire, tokens)
-        deltas = context.output.push(chunks if context.log is None else single_tokens(chunks))
-        await context.stream.wait_until_written()
-        context._pass_on(deltas, call)
+        deltas = delivery._output.push(chunks if delivery._log is None else single_tokens(chunks))
+        await delivery._stream.wait_until_written()
+        delivery._pass_on(deltas, call)
 
-    _set(RequestContext, "deliver", deliver)
+    _set(Delivery, "tokens", deliver)
 
 
 def _let_go_late() -> None:

@@ -142,7 +142,7 @@ async def test_a_request_that_one_router_refuses_is_refused_by_the_others_and_by
             await eventually(lambda: is_refused_by(second.router))
         async with Store(redis_server.url) as store:
             [key] = as_list(await store.call("KEYS", f"pd:{DEATHS_KEY}*"))
-            # Three workers have failed, the last one alone. `RequestContext.note_failure` has written them.
+            # Three workers have failed, the last one alone. `Losses.note` has written them.
             assert sorted(map(as_bytes, as_list(await store.call("HVALS", as_bytes(key))))) == [b"0", b"0", b"1"]
         async with open_cluster(redis_server, model_dir, {}) as third:
             await eventually(lambda: is_refused_by(third.router))

@@ -18,7 +18,6 @@ from pdserve.base.wire import pooling_from_wire, pooling_to_wire
 from pdserve.v1 import prefill_pb2
 from router_svc.generation import Generation, TextRules
 from router_svc.request.embedding import Embedding
-from router_svc.request.output import ChoiceDelta
 
 GENERATION = Generation(
     request_id=RequestId("a"),
@@ -26,19 +25,18 @@ GENERATION = Generation(
     prompt=(1, 2),
     sampling=SamplingParams(max_tokens=0),
     text=TextRules(),
-    first_choice=3,
     endpoint="/v1/embeddings",
 )
 
 
 def embedding(dimensions: int) -> Embedding:
     generation = SimpleNamespace(prompt=[1, 2], pooling=Pooling(dimensions=dimensions))
-    context: Any = SimpleNamespace(generation=generation)
+    prompt: Any = SimpleNamespace(generation=generation)
 
     async def heartbeat(waits: int) -> None:
         raise AssertionError("it waits for no worker")
 
-    return Embedding(context, heartbeat)
+    return Embedding(prompt, heartbeat)
 
 
 def packed(*numbers: float) -> bytes:
@@ -67,16 +65,21 @@ async def test_what_is_cached_matters_only_where_it_spares_work(
 def _waiting_for(kind: PoolingKind, read: list[str]) -> Any:
     generation = replace(GENERATION, pooling=Pooling(kind=kind, dimensions=1))
 
-    async def look_up(hashes: str) -> None:
-        read.append(hashes)
+    async def look_up() -> None:
+        read.append("hashes")
 
-    def push(deltas: list[ChoiceDelta], *, first_choice: int) -> None:
-        assert [(each.embedding, first_choice) for each in deltas] == [(packed(1.0), 3)]
+    def delivered(values: bytes) -> None:
+        assert values == packed(1.0)
 
-    placer = SimpleNamespace(look_up=look_up)
-    journal, stream = SimpleNamespace(scored=lambda has_output: None), SimpleNamespace(push=push)
-    context = SimpleNamespace(generation=generation, placer=placer, hashes="hashes", journal=journal, stream=stream)
-    return context, None
+    return (
+        SimpleNamespace(
+            generation=generation,
+            placer=SimpleNamespace(look_up=look_up),
+            journal=SimpleNamespace(scored=lambda has_output: None),
+            delivery=SimpleNamespace(embedding=delivered),
+        ),
+        None,
+    )
 
 
 def test_a_prompt_is_computed_in_whole_where_each_token_matters() -> None:

@@ -43,8 +43,9 @@ class Target:
 
 def follower_of(tokens: list[int], target: Target, number: int = 2) -> Follower:
     output = SimpleNamespace(over=set[int](), open_lengths={0: len(tokens)}, tokens_of=lambda choice: tokens)
-    context, source = SimpleNamespace(output=output), SimpleNamespace(worker=None)
-    follower = Follower(cast(Any, context), cast(Any, source), cast(Any, target), lambda: None, number=number)
+    journal, source = SimpleNamespace(takes_over=lambda: None), SimpleNamespace(worker=None)
+    prompt = SimpleNamespace(output=output, delivery=None, journal=journal)
+    follower = Follower(cast(Any, prompt), cast(Any, source), cast(Any, target), lambda: None, number=number)
     follower._pursuit = Pursuit({})
     return follower
 
@@ -88,7 +89,6 @@ async def test_a_target_that_takes_over_while_pieces_wait_gets_the_rest() -> Non
     """Fails when the pieces wait for the reader that hands over: the request would hang."""
     target, tokens = Target(), list(range(40_000))
     follower = follower_of(tokens, target)
-    follower._context.journal = SimpleNamespace(takes_over=lambda: None)  # type: ignore[assignment]
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         group.create_task(follower._give(in_steps=True))
         await asyncio.sleep(0)

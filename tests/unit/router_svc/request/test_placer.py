@@ -15,6 +15,7 @@ from pdserve.base.workers import WorkerRecord
 from router_svc.generation import Generation, TextRules
 from router_svc.request.placer import Placer
 from router_svc.request.recovery import MAX_PREFILL_FAILURES
+from router_svc.routing.cluster import PrefixHashes
 from router_svc.routing.in_flight import InFlight
 from router_svc.routing.incarnation import incarnation_of
 from tests.support.records import worker_record
@@ -35,7 +36,7 @@ def placer(ready: list[WorkerRecord], *, open_lengths: dict[int, int] | None = N
         in_flight=InFlight(RouterId("me")),
     )
     output: Any = SimpleNamespace(open_lengths=open_lengths or {})
-    return Placer(GENERATION, cluster, output, fills_context=fills)
+    return Placer(GENERATION, PrefixHashes(GENERATION.prompt, b""), cluster, output, fills_context=fills)
 
 
 def prefill(*names: str) -> list[WorkerRecord]:
