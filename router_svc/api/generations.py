@@ -45,14 +45,12 @@ GRPC = Endpoint(name="grpc", prompt_param="prompt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationFactory:
-    """Makes the generations of one client request."""
+    """Makes the generations of one client request, for the model that it names."""
 
     model: ServedModel
     max_model_len: int
     ids: Ids
     endpoint: Endpoint
-    priority: int = 0
-    cache_salt: str = ""
 
     async def make(
         self, fields: SamplingFields, own_fields: EndpointFields, prompts: Sequence[list[int]]
@@ -73,8 +71,8 @@ class GenerationFactory:
                     text=text_rules(fields, own_fields, self.model.defaults),
                     first_choice=index * sampling.n,
                     prompt_logprobs=own_fields.prompt_logprobs,
-                    priority=self.priority,
-                    cache_salt=self.cache_salt.encode(),
+                    priority=own_fields.priority,
+                    cache_salt=own_fields.cache_salt.encode(),
                     endpoint=self.endpoint.name,
                 )
             )

@@ -18,7 +18,7 @@ from router_svc.api.authentication import LimitHeaders, caller_of_rpc, host_of, 
 from router_svc.api.body import CACHE_SALT, SamplingFields
 from router_svc.api.cancel_api import CancelApi
 from router_svc.api.event_ids import parse_event_id
-from router_svc.api.generations import DEFAULT_MAX_TOKENS, GRPC, GenerationFactory
+from router_svc.api.generations import DEFAULT_MAX_TOKENS, GRPC
 from router_svc.api.grpc_call import limits_shown, opened_call, require_id
 from router_svc.api.grpc_embed import EMBED, answer_of, body_of
 from router_svc.api.grpc_message import parse_cancel, parse_embed, parse_request, parse_resume
@@ -234,16 +234,10 @@ async def _generation(request: pb.GenerateRequest, chosen: ModelBackend, ids: Id
         allowed_token_ids=tuple(fields.allowed_token_ids or ()),
         bad_words=await chosen.model.bad_words(fields.bad_words or ()),
         thinking=await budget_of_prompt(chosen.model, budget, prompt, has_grammar=bool(grammar)),
-    )
-    factory = GenerationFactory(
-        model=chosen.model,
-        max_model_len=chosen.max_model_len(),
-        ids=ids,
-        endpoint=GRPC,
         priority=request.priority,
         cache_salt=request.cache_salt,
     )
-    [generation] = await factory.make(fields, own_fields, [prompt])
+    [generation] = await chosen.factory(ids, GRPC).make(fields, own_fields, [prompt])
     return generation
 
 

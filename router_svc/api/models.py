@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.base.errors import Forbidden, NotFound, RequestError
+from router_svc.api.generations import Endpoint, GenerationFactory
+from router_svc.api.ids import Ids
 from router_svc.api.served_model import ServedModel
 from router_svc.records.metrics import RouterMetrics
 from router_svc.request.client import Client
@@ -40,6 +42,10 @@ class ModelBackend:
     def max_model_len(self) -> int:
         """The longest sequence that every worker of the model can hold."""
         return self.cluster.max_model_len(default=self.model.default_context)
+
+    def factory(self, ids: Ids, endpoint: Endpoint) -> GenerationFactory:
+        """Makes what a request to the endpoint asks of this model."""
+        return GenerationFactory(model=self.model, max_model_len=self.max_model_len(), ids=ids, endpoint=endpoint)
 
 
 class Models:

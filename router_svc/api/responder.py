@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from aiohttp import web
 
@@ -15,7 +15,8 @@ from router_svc.api.authentication import client_of
 from router_svc.api.body import GeneratingBody
 from router_svc.api.event_ids import EventIds
 from router_svc.api.event_stream import EventStream, Formatter
-from router_svc.api.http_request import IDS, MODEL, REQUEST_ID_HEADER, read_body
+from router_svc.api.generations import Endpoint, GenerationFactory
+from router_svc.api.http_request import IDS, IGNORED_FIELDS, MODEL, REQUEST_ID_HEADER, read_body
 from router_svc.api.ids import Ids
 from router_svc.api.intake import Intake
 from router_svc.api.models import ModelBackend, Models
@@ -35,6 +36,27 @@ FormatterOf = Callable[[GenerationRequest, EventIds | None], Formatter]
 Detach = Callable[[GenerationRequest, Ids], Awaitable[web.StreamResponse]]
 #: Makes the generations of a request from its body, within the time that the request has.
 Render = Callable[[OpenRequest, Ids], Awaitable[GenerationRequest]]
+
+
+def _by_name(name: str | None, models: Models, client: Client) -> ModelBackend:
+    return models.chosen(name, client)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratingEndpoint(Generic[AnyBody]):
+    """An HTTP endpoint that generates: what it reads, what it makes of that, and the form of its answers."""
+
+    #: Its path and its name in records.
+    endpoint: Endpoint
+    #: With which the ids of its answers start.
+    id_prefix: str
+    body: type[AnyBody]
+    #: Makes the generations from a body. Raises `RequestError`.
+    make: Callable[[AnyBody, GenerationFactory], Awaitable[GenerationRequest]]
+    #: The format of its answers. Called when a request arrives.
+    formatter: Callable[[Responder], FormatterOf]
+    #: The model by its name in the body. Raises `NotFound`, `Forbidden`, `RequestError`.
+    choose: Callable[[str | None, Models, Client], ModelBackend] = _by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +79,21 @@ class Responder:
         if body.timeout is not None:
             opened.limit(self.open.limits.require(body.timeout, param=TIMEOUT_FIELD))
         return body
+
+    def route(self, row: GeneratingEndpoint[AnyBody]) -> web.RouteDef:
+        """The endpoint for the application."""
+
+        async def respond(request: web.Request) -> web.StreamResponse:
+            formatter = row.formatter(self)
+
+            async def render(opened: OpenRequest, ids: Ids) -> GenerationRequest:
+                body = await self.read(request, row.body, opened)
+                chosen = row.choose(body.model, self.models, client_of(request))
+                return await row.make(body, chosen.factory(ids, row.endpoint))
+
+            return await self.respond(request, row.id_prefix, render, formatter)
+
+        return web.post(row.endpoint.name, respond)
 
     def backend(self, request: web.Request, name: str | None) -> ModelBackend:
         """The model that the request names. Raises `NotFound`, `Forbidden`, `RequestError`."""
@@ -83,6 +120,7 @@ class Responder:
                 generation = await render(opened, ids)
                 # From here on, error responses have the ids in a header, too.
                 request[IDS] = ids
+                request[IGNORED_FIELDS] += generation.ignored_fields
                 opened.trace = request.get(TRACE)
                 if not generation.in_background or detach is None:
                     whole = await self._run(generation, formatter_of, events, client, opened, ids)

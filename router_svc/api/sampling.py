@@ -47,6 +47,8 @@ class EndpointFields:
     bad_words: tuple[tuple[int, ...], ...] = ()
     #: How long the output thinks at most; None: as long as it does.
     thinking: ThinkingBudget | None = None
+    priority: int = 0
+    cache_salt: str = ""
 
 
 def text_rules(fields: SamplingFields, own_fields: EndpointFields, defaults: SamplingDefaults) -> TextRules:

@@ -76,6 +76,10 @@ def test_every_path_is_documented() -> None:
     route = re.compile(r'web\.(get|post|delete)\("([^"]+)"')
     sources = [*(ROOT / "router_svc").rglob("*.py"), ROOT / "pdserve/base/admin.py"]
     found = {match for path in sources for match in route.findall(path.read_text(encoding="utf-8"))}
+    # Rows of the table of endpoints.
+    found |= {
+        ("post", path) for path in re.findall(r'Endpoint\(name="(/[^"]+)"', read("router_svc/api/generations.py"))
+    }
     exist = {f"{method.upper()} {path.replace(':.+', '')}" for method, path in found}
     assert set(names_in_first_column(read("docs/http-api.md").split("\n## ")[0])) == exist
 

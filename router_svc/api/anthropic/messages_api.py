@@ -13,15 +13,15 @@ from router_svc.api.anthropic.schema import THINKING_BUDGET, ConversationBody, M
 from router_svc.api.anthropic.signatures import Signer
 from router_svc.api.event_ids import EventIds
 from router_svc.api.event_stream import Formatter
-from router_svc.api.generations import MESSAGES
-from router_svc.api.http_request import IGNORED_FIELDS, REQUEST_ID_HEADER, read_body
-from router_svc.api.ids import Ids
+from router_svc.api.generations import MESSAGES, GenerationFactory
+from router_svc.api.http_request import REQUEST_ID_HEADER, read_body
 from router_svc.api.json_pieces import to_json
+from router_svc.api.models import ModelBackend, Models
 from router_svc.api.openai.chat_prompt import count_chat
 from router_svc.api.openai.generation_request import GenerationRequest, chat_request
-from router_svc.api.responder import FormatterOf, Responder
+from router_svc.api.responder import GeneratingEndpoint, Responder
 from router_svc.api.thinking_budget import can_bound_thinking
-from router_svc.request.open_requests import OpenRequest
+from router_svc.request.client import Client
 
 #: The header in which Anthropic's clients look for the request's id.
 _REQUEST_ID = "request-id"
@@ -34,41 +34,21 @@ class MessagesApi:
         self._responder = responder
         self._signer = Signer(responder.secret)
 
+    @property
+    def message(self) -> GeneratingEndpoint[MessagesBody]:
+        """/v1/messages."""
+        return GeneratingEndpoint(
+            endpoint=MESSAGES,
+            id_prefix=ID_PREFIX,
+            body=MessagesBody,
+            make=_message_request,
+            formatter=lambda responder: self._formatter,
+            choose=_chosen,
+        )
+
     def routes(self) -> list[web.RouteDef]:
         """The endpoints for the application."""
-        return [
-            web.post("/v1/messages", self._messages),
-            web.post("/v1/messages/count_tokens", self._count_tokens),
-        ]
-
-    def formatters(self) -> dict[str, FormatterOf]:
-        """The format of the responses, by endpoint."""
-        return {MESSAGES.name: self._formatter}
-
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
-        async def message(opened: OpenRequest, ids: Ids) -> GenerationRequest:
-            body = await self._responder.read(request, MessagesBody, opened)
-            with in_own_words():
-                return await self._message_request(request, body, ids)
-
-        return await self._responder.respond(request, ID_PREFIX, message, self._formatter)
-
-    async def _message_request(self, request: web.Request, body: MessagesBody, ids: Ids) -> GenerationRequest:
-        """The generation of a message, which has fewer tokens than requested if the context ends before."""
-        chosen = self._responder.backend(request, body.model)
-        context, chat = chosen.max_model_len(), body.chat
-        if chat.thinking_token_budget is not None and not can_bound_thinking(chosen.model.messages):
-            # Clients send it to every model.
-            chat = chat.model_copy(update={"thinking_token_budget": None})
-            request[IGNORED_FIELDS] = (*request[IGNORED_FIELDS], THINKING_BUDGET)
-        generation = await chat_request(
-            chat, chosen.model, ids, context, endpoint=MESSAGES, default_max_tokens=body.max_tokens
-        )
-        [only] = generation.generations
-        is_cut = only.sampling.max_tokens < body.max_tokens and len(only.prompt) + only.sampling.max_tokens >= context
-        reason: StopReason = "model_context_window_exceeded" if is_cut else "max_tokens"
-        fields = request_fields(omits_thinking=body.omits_thinking, length_reason=reason)
-        return replace(generation, request_fields=fields)
+        return [self._responder.route(self.message), web.post("/v1/messages/count_tokens", self._count_tokens)]
 
     def _formatter(self, generation: GenerationRequest, ids: EventIds | None) -> Formatter:
         return MessageFormatter(generation, self._signer, ids)
@@ -79,6 +59,27 @@ class MessagesApi:
             model = self._responder.backend(request, body.model).model
             count: TokenCount = {"input_tokens": await count_chat(body.chat, model)}
         return web.Response(body=to_json(count), content_type="application/json")
+
+
+def _chosen(name: str | None, models: Models, client: Client) -> ModelBackend:
+    with in_own_words():
+        return models.chosen(name, client)
+
+
+async def _message_request(body: MessagesBody, factory: GenerationFactory) -> GenerationRequest:
+    """The generation of a message, which has fewer tokens than requested if the context ends before."""
+    chat, ignored = body.chat, tuple[str, ...]()
+    if chat.thinking_token_budget is not None and not can_bound_thinking(factory.model.messages):
+        # Clients send it to every model.
+        chat, ignored = chat.model_copy(update={"thinking_token_budget": None}), (THINKING_BUDGET,)
+    with in_own_words():
+        generation = await chat_request(chat, factory, default_max_tokens=body.max_tokens)
+    [only] = generation.generations
+    fills_context = len(only.prompt) + only.sampling.max_tokens >= factory.max_model_len
+    is_cut = only.sampling.max_tokens < body.max_tokens and fills_context
+    reason: StopReason = "model_context_window_exceeded" if is_cut else "max_tokens"
+    fields = request_fields(omits_thinking=body.omits_thinking, length_reason=reason)
+    return replace(generation, request_fields=fields, ignored_fields=ignored)
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:

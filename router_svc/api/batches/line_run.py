@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from pdserve.base.batch_lines import BatchLine, result_line
 from pdserve.base.errors import CapacityError, PdserveError, RequestError, TooLarge, codes_of
 from router_svc.api.batches.results import Result
-from router_svc.api.generations import CHAT, COMPLETIONS, RESPONSES
+from router_svc.api.generations import RESPONSES, GenerationFactory
 from router_svc.api.ids import Ids
 from router_svc.api.openai.errors import error_body
-from router_svc.api.openai.generation_api import GenerationApi
-from router_svc.api.openai.generation_request import GenerationRequest, chat_request, completion_request
-from router_svc.api.openai.schema import ChatBody, CompletionBody
+from router_svc.api.openai.generation_api import CHAT_COMPLETION, COMPLETION
+from router_svc.api.openai.generation_request import GenerationRequest
 from router_svc.api.parse import parse_body
-from router_svc.api.responder import Responder, whole_body
+from router_svc.api.responder import GeneratingEndpoint, Responder, whole_body
 from router_svc.api.responses.api import ResponsesApi
 from router_svc.api.responses.request import responses_request
 from router_svc.api.responses.schema import ResponsesBody
@@ -25,7 +26,6 @@ from router_svc.request.client import Client
 _OK = 200
 #: Larger answers do not fit into the store.
 _MAX_RESULT_BYTES = 16 << 20
-_PREFIXES = {CHAT.name: "chatcmpl-", COMPLETIONS.name: "cmpl-", RESPONSES.name: "resp_"}
 
 
 class LineRunner:
@@ -33,14 +33,13 @@ class LineRunner:
 
     def __init__(self, responder: Responder) -> None:
         self._responder = responder
-        self._formatters = GenerationApi(responder).formatters() | ResponsesApi(responder).formatters()
 
     async def run(self, line: BatchLine, client: Client, timeout_s: float) -> Result:
         """The result, which may be an error. Raises `CapacityError` for what may succeed later.
 
         `timeout_s`: time that the request may take if it sets no timeout of its own.
         """
-        ids = Ids.make(_PREFIXES[line.url], None)
+        ids = Ids.make(_ENDPOINTS[line.url].id_prefix, None)
         try:
             body = await self._body(line, client, ids, timeout_s)
             if len(body) > _MAX_RESULT_BYTES:
@@ -62,29 +61,34 @@ class LineRunner:
             if any(each.priority for each in generation.generations):
                 raise RequestError("`priority`: requests of a batch have the lowest. Leave it out.", param="priority")
             generations = [replace(each, priority=BATCH_PRIORITY) for each in generation.generations]
-            formatter = self._formatters[line.url](generation, None)
+            formatter = _ENDPOINTS[line.url].formatter(self._responder)(generation, None)
             requests = self._responder.models[generation.model].requests
             async with requests.run(generations, client, opened) as stream:
                 return await whole_body(formatter, stream)
 
     async def _generation(self, line: BatchLine, client: Client, ids: Ids) -> tuple[GenerationRequest, float | None]:
         """The request and its own timeout. Raises `RequestError`."""
-        threads, models = self._responder.intake.threads, self._responder.models
-        text = json.dumps(line.body).encode()
-        if line.url == CHAT.name:
-            chat = await threads.run(len(text), lambda: parse_body(ChatBody, text))
-            chosen = models.chosen(chat.model, client)
-            return await chat_request(chat, chosen.model, ids, chosen.max_model_len()), chat.timeout
-        if line.url == COMPLETIONS.name:
-            completion = await threads.run(len(text), lambda: parse_body(CompletionBody, text))
-            chosen = models.chosen(completion.model, client)
-            made = await completion_request(completion, chosen.model, ids, chosen.max_model_len())
-            return made, completion.timeout
-        body = await threads.run(len(text), lambda: parse_body(ResponsesBody, text))
-        for name in ("store", "previous_response_id"):
-            if getattr(body, name):
-                raise RequestError(
-                    f"`{name}`: responses of a batch are in its results alone. Leave it out.", param=name
-                )
-        chosen = models.chosen(body.model, client)
-        return await responses_request(body, chosen.model, ids, chosen.max_model_len()), body.timeout
+        row, text = _ENDPOINTS[line.url], json.dumps(line.body).encode()
+        body = await self._responder.intake.threads.run(len(text), lambda: parse_body(row.body, text))
+        chosen = row.choose(body.model, self._responder.models, client)
+        return await row.make(body, chosen.factory(ids, row.endpoint)), body.timeout
+
+
+async def _response(body: ResponsesBody, factory: GenerationFactory) -> GenerationRequest:
+    for name in ("store", "previous_response_id"):
+        if getattr(body, name):
+            raise RequestError(f"`{name}`: responses of a batch are in its results alone. Leave it out.", param=name)
+    return await responses_request(body, factory)
+
+
+_RESPONSE = GeneratingEndpoint(
+    endpoint=RESPONSES,
+    id_prefix="resp_",
+    body=ResponsesBody,
+    make=_response,
+    formatter=lambda responder: ResponsesApi(responder).formatters()[RESPONSES.name],
+)
+#: What lines may ask for, by its URL.
+_ENDPOINTS: Mapping[str, GeneratingEndpoint[Any]] = {
+    row.endpoint.name: row for row in (COMPLETION, CHAT_COMPLETION, _RESPONSE)
+}

@@ -8,6 +8,8 @@ from router_svc.request.client import Client
 _TAG = ":latest"
 
 
-def chosen_by_name(given: str, models: Models, client: Client) -> ModelBackend:
+def chosen_by_name(given: str | None, models: Models, client: Client) -> ModelBackend:
     """The model of a name that may have the tag that Ollama's clients add. Raises `NotFound` and `Forbidden`."""
-    return models.chosen(given if models.has_name(given) else given.removesuffix(_TAG), client)
+    if given is not None and not models.has_name(given):
+        given = given.removesuffix(_TAG)
+    return models.chosen(given, client)

@@ -8,14 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pdserve.base.errors import RequestError
-from router_svc.api.generations import (
-    CHAT,
-    COMPLETIONS,
-    DEFAULT_MAX_TOKENS,
-    Endpoint,
-    GenerationFactory,
-)
-from router_svc.api.ids import Ids
+from router_svc.api.generations import DEFAULT_MAX_TOKENS, GenerationFactory
 from router_svc.api.openai.chat_grammar import chat_grammar
 from router_svc.api.openai.chat_prompt import chat_prompt, chat_tool_use
 from router_svc.api.openai.chat_reading import ChatReading, chat_reading, thinking_of
@@ -60,6 +53,8 @@ class GenerationRequest:
     is_resumed: bool = False
     #: Whether the form of its stream lets a client say how far it has come.
     can_be_resumed: bool = True
+    #: Fields that the client has sent, and that mean nothing to the model.
+    ignored_fields: tuple[str, ...] = ()
     #: Alternatives of prompt tokens in the echo, and in the field `prompt_logprobs`; None: no log-probabilities there.
     echo_logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -117,23 +112,18 @@ class GenerationRequest:
 
 
 async def completion_request(
-    body: CompletionBody,
-    model: ServedModel,
-    ids: Ids,
-    max_model_len: int,
-    *,
-    endpoint: Endpoint = COMPLETIONS,
-    default_max_tokens: int | None = DEFAULT_MAX_TOKENS,
+    body: CompletionBody, factory: GenerationFactory, *, default_max_tokens: int | None = DEFAULT_MAX_TOKENS
 ) -> GenerationRequest:
-    """The generations of a completion. Raises `RequestError`. `endpoint`: the one that has made one of its request.
+    """The generations of a completion. Raises `RequestError`.
 
     `default_max_tokens`: how many tokens it may have without `max_tokens`; None: the rest of the context.
     """
+    model = factory.model
     # Before any text is tokenized.
     _require_few_sequences(len(body.prompt), body.n or 1)
     output_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
-    keep = tokens_to_keep(body.truncate_prompt_tokens, output_tokens, max_model_len)
-    prompts = await _token_ids(body, model, max_model_len, keep)
+    keep = tokens_to_keep(body.truncate_prompt_tokens, output_tokens, factory.max_model_len)
+    prompts = await _token_ids(body, model, factory.max_model_len, keep)
     echo_logprobs = body.logprobs if body.echo else None
     fields = EndpointFields(
         max_tokens=body.max_tokens,
@@ -143,18 +133,12 @@ async def completion_request(
         grammar=await model.grammar_of(body),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         bad_words=await model.bad_words(body.bad_words or ()),
-    )
-    factory = GenerationFactory(
-        model=model,
-        max_model_len=max_model_len,
-        ids=ids,
-        endpoint=endpoint,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
     )
     generations = await factory.make(body, fields, prompts)
     echoes, generations = await echoes_of(body, model, generations, is_truncated=keep is not None)
-    return replace(_request(body, model, ids, generations, echoes), echo_logprobs=echo_logprobs)
+    return replace(_request(body, factory, generations, echoes), echo_logprobs=echo_logprobs)
 
 
 def _require_few_sequences(num_prompts: int, n: int) -> None:
@@ -166,35 +150,21 @@ def _require_few_sequences(num_prompts: int, n: int) -> None:
 
 
 async def chat_request(
-    body: ChatBody,
-    model: ServedModel,
-    ids: Ids,
-    max_model_len: int,
-    *,
-    endpoint: Endpoint = CHAT,
-    default_max_tokens: int | None = None,
+    body: ChatBody, factory: GenerationFactory, *, default_max_tokens: int | None = None
 ) -> GenerationRequest:
-    """The generation of a chat. Raises `RequestError`. `endpoint`: the one that has made a chat of its request.
+    """The generation of a chat. Raises `RequestError`.
 
     `default_max_tokens`: how many tokens it may have without `max_tokens`, or fewer if the context ends before.
     """
-    model = await with_template(model, body.chat_template)
+    model = await with_template(factory.model, body.chat_template)
     use = chat_tool_use(body, model)
-    keep = tokens_to_keep(body.truncate_prompt_tokens, _chat_max_tokens(body) or 1, max_model_len)
+    keep = tokens_to_keep(body.truncate_prompt_tokens, _chat_max_tokens(body) or 1, factory.max_model_len)
     prompt = await chat_prompt(body, model, use, keep)
     reading = _reading(body, model, use, prompt)
     fields = await _chat_fields(body, model, use, reading)
     fields = replace(fields, default_max_tokens=default_max_tokens)
-    factory = GenerationFactory(
-        model=model,
-        max_model_len=max_model_len,
-        ids=ids,
-        endpoint=endpoint,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-    )
-    generations = await factory.make(body, fields, [prompt])
-    return replace(_request(body, model, ids, generations, ()), reading=reading)
+    generations = await replace(factory, model=model).make(body, fields, [prompt])
+    return replace(_request(body, factory, generations, ()), reading=reading)
 
 
 async def _chat_fields(body: ChatBody, model: ServedModel, use: ToolUse, reading: ChatReading | None) -> EndpointFields:
@@ -213,6 +183,8 @@ async def _chat_fields(body: ChatBody, model: ServedModel, use: ToolUse, reading
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         bad_words=await model.bad_words(body.bad_words or ()),
         thinking=await thinking_budget(model, body.thinking_token_budget, thinking, has_grammar=bool(grammar)),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
     )
 
 
@@ -270,18 +242,14 @@ async def _token_ids(body: CompletionBody, model: ServedModel, max_model_len: in
 
 
 def _request(
-    body: GenerationBody,
-    model: ServedModel,
-    ids: Ids,
-    generations: tuple[Generation, ...],
-    echoes: tuple[str, ...],
+    body: GenerationBody, factory: GenerationFactory, generations: tuple[Generation, ...], echoes: tuple[str, ...]
 ) -> GenerationRequest:
     options = body.stream_options
     if body.return_token_ids:
         require_few_token_ids(sum(len(each.prompt) * each.sampling.n for each in generations))
     return GenerationRequest(
-        response_id=ids.response,
-        model=model.name,
+        response_id=factory.ids.response,
+        model=factory.model.name,
         created=int(time.time()),
         generations=generations,
         stream=bool(body.stream),

@@ -62,7 +62,7 @@ class ResponsesApi:
             timeout_s = body.timeout or timeout_s
             chosen = self._responder.backend(request, body.model)
             body, kept = await self._with_store(request, body, ids)
-            return await responses_request(body, chosen.model, ids, chosen.max_model_len(), kept)
+            return await responses_request(body, chosen.factory(ids, RESPONSES), kept)
 
         async def detach(generation: GenerationRequest, ids: Ids) -> web.StreamResponse:
             assert kept is not None

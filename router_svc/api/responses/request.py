@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pdserve.base.errors import RequestError
-from router_svc.api.generations import RESPONSES
-from router_svc.api.ids import Ids
+from router_svc.api.generations import GenerationFactory
 from router_svc.api.openai.generation_request import GenerationRequest, chat_request
 from router_svc.api.openai.schema import ChatBody
 from router_svc.api.parse import validate
@@ -18,7 +17,6 @@ from router_svc.api.responses.items import Item, ItemReference
 from router_svc.api.responses.schema import ENCRYPTED_CONTENT, ResponsesBody, SchemaFormat
 from router_svc.api.responses.tools import AllowedChoice, NamedChoice, Names, chat_tools, name_for_model
 from router_svc.api.responses.truncation import fitted
-from router_svc.api.served_model import ServedModel
 from router_svc.api.text_threads import INLINE_CHARACTERS
 
 #: Fields with the same name and meaning in a chat.
@@ -52,27 +50,26 @@ class Kept:
 
 
 async def responses_request(
-    body: ResponsesBody, model: ServedModel, ids: Ids, max_model_len: int, kept: Kept | None = None
+    body: ResponsesBody, factory: GenerationFactory, kept: Kept | None = None
 ) -> GenerationRequest:
     """The generation of a response. `kept`: what is stored with it; None: it is not stored.
 
     Raises `RequestError`, by the names of the fields of this endpoint.
     """
     _require_no_references(body)
+    threads = factory.model.threads
     tools, names = chat_tools(body.tools or ())
 
     async def of_items(items: Sequence[Item]) -> GenerationRequest:
         # Conversations and tools can be long.
-        chat = await model.threads.run(
-            INLINE_CHARACTERS + 1, lambda: validate(ChatBody, _chat_fields(body, items, tools))
-        )
-        return await chat_request(chat, model, ids, max_model_len, endpoint=RESPONSES)
+        chat = await threads.run(INLINE_CHARACTERS + 1, lambda: validate(ChatBody, _chat_fields(body, items, tools)))
+        return await chat_request(chat, factory)
 
     try:
         generation = await (fitted(body.input, of_items) if body.truncation == "auto" else of_items(body.input))
     except RequestError as error:
         raise _with_own_names(error) from error
-    fields = await model.threads.run(
+    fields = await threads.run(
         INLINE_CHARACTERS + 1, lambda: json.dumps(_request_fields(body, names, generation, kept), ensure_ascii=False)
     )
     return replace(generation, request_fields=fields, in_background=bool(body.background))

@@ -16,10 +16,10 @@ from pdserve.base.errors import RequestError
 from router_svc.api.anthropic.schema import MessagesBody
 from router_svc.api.body import Body
 from router_svc.api.fields import IGNORED, UNSUPPORTED
-from router_svc.api.generations import Endpoint
+from router_svc.api.generations import Endpoint, GenerationFactory
 from router_svc.api.ids import Ids
 from router_svc.api.ollama.embed_schema import OllamaEmbedBody
-from router_svc.api.ollama.generation_api import _generation
+from router_svc.api.ollama.generation_api import _generate
 from router_svc.api.ollama.schema import OllamaChatBody, OllamaGenerateBody, OllamaOptions
 from router_svc.api.openai.generation_request import GenerationRequest, chat_request, completion_request
 from router_svc.api.openai.schema import ChatBody, CompletionBody
@@ -60,30 +60,34 @@ class Api:
     nested: tuple[str, type[Any]] | None = None
 
 
+def _factory(model: ServedModel, context: int) -> GenerationFactory:
+    return GenerationFactory(model=model, max_model_len=context, ids=IDS, endpoint=_ENDPOINT)
+
+
 async def _chat(body: ChatBody, model: ServedModel, context: int) -> object:
-    return await chat_request(body, model, IDS, context)
+    return await chat_request(body, _factory(model, context))
 
 
 async def _completion(body: CompletionBody, model: ServedModel, context: int) -> object:
-    return await completion_request(body, model, IDS, context)
+    return await completion_request(body, _factory(model, context))
 
 
 async def _message(body: MessagesBody, model: ServedModel, context: int) -> object:
-    made = await chat_request(body.chat, model, IDS, context, default_max_tokens=body.max_tokens)
+    made = await chat_request(body.chat, _factory(model, context), default_max_tokens=body.max_tokens)
     return replace(made, created=0), body.omits_thinking
 
 
 async def _response(body: ResponsesBody, model: ServedModel, context: int) -> object:
-    made = await responses_request(body, model, IDS, context)
+    made = await responses_request(body, _factory(model, context))
     return replace(made, created=0), body.store is not False, body.previous_response_id
 
 
 async def _ollama_chat(body: OllamaChatBody, model: ServedModel, context: int) -> object:
-    return await chat_request(body.chat, model, IDS, context, default_max_tokens=body.max_tokens)
+    return await chat_request(body.chat, _factory(model, context), default_max_tokens=body.max_tokens)
 
 
 async def _ollama_generate(body: OllamaGenerateBody, model: ServedModel, context: int) -> object:
-    return await _generation(body, _backend(model, context), IDS)
+    return await _generate(body, _factory(model, context))
 
 
 async def _embeddings(body: EmbeddingBody, model: ServedModel, context: int) -> object:
