@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from decode_svc.moves import moving_hashes
+from decode_svc.migration.requests import moving_hashes
 from decode_svc.request import DecodeMove, DecodePhase, ScheduledRequest
 from decode_svc.scheduler_config import ReservationLimits
 from pdserve.base.ids import RequestId

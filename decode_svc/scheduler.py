@@ -18,8 +18,8 @@ from collections.abc import Sequence as Items
 from decode_svc.choices import fork_choices
 from decode_svc.integrity import check_integrity
 from decode_svc.load import decode_load
-from decode_svc.moves import Moves
-from decode_svc.replicas import Replicas
+from decode_svc.migration.requests import MigratingRequests
+from decode_svc.replication.replicas import Replicas
 from decode_svc.request import DecodeJob, DecodeMove, DecodePhase, ScheduledRequest
 from decode_svc.reservations import Reservations
 from decode_svc.scheduler_config import DecodeSchedulerConfig
@@ -45,7 +45,7 @@ class DecodeScheduler:
         #: All requests on this worker, in order of arrival.
         self._requests: dict[RequestId, ScheduledRequest] = {}
         #: Requests that come from other decode workers, or go there.
-        self.moves = Moves(self._requests, self._blocks, self._running, self._limits, self.blocks_freed)
+        self.migrating = MigratingRequests(self._requests, self._blocks, self._running, self._limits, self.blocks_freed)
         self.replicas = Replicas(self._requests, self._blocks, self.blocks_freed)
         #: Requests that may run, of which no step has computed anything yet.
         self._unstarted: dict[RequestId, ScheduledRequest] = {}
@@ -81,7 +81,7 @@ class DecodeScheduler:
         self._must_rescan_waiting = True
         self._unstarted[request_id] = request
         if request.job.is_moving:
-            self._take_choices(request, self.moves.start(request))
+            self._take_choices(request, self.migrating.start(request))
         else:
             self._blocks.receive_prompt(request.prompt_sequence)
             self._run_choices(request, request.first_tokens(dict(enumerate(first_tokens))))
@@ -187,7 +187,7 @@ class DecodeScheduler:
 
     def check_integrity(self) -> None:
         """Assert that pool, queues and counters are sound, and references exactly those of the requests here."""
-        transfers = [*self.moves.held, *self.replicas.held]
+        transfers = [*self.migrating.held, *self.replicas.held]
         check_integrity(self._requests.values(), self._reservations, self._running, transfers, self._blocks.pool)
 
     def _expect(self, request_id: RequestId, move: DecodeMove) -> ScheduledRequest:
@@ -211,7 +211,7 @@ class DecodeScheduler:
     def _compute_prompt(self, request: ScheduledRequest) -> None:
         request.start_computing(self._running.next_admission_order())
         self._unstarted[request.request_id] = request
-        if sequences := self.moves.resume(request):
+        if sequences := self.migrating.resume(request):
             self._take_choices(request, sequences)
         else:
             self._running.add(request.prompt_sequence)

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 
 from decode_svc.config import DecodeConfig
-from decode_svc.emptying import Emptying
-from decode_svc.other_workers import OtherWorkers
-from decode_svc.relief import Relief
+from decode_svc.migration.drain import Drain
+from decode_svc.migration.eviction import Eviction
+from decode_svc.peer_transfers import PeerTransfers
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.scheduler_config import DecodeSchedulerConfig
@@ -82,9 +82,9 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         self._streams: set[MessageStream[pb.DecodeRequest]] = set()
         self._receiver: Receiver | None = None
         interval_s = config.replication_interval_ms / 1000
-        self._others = OtherWorkers(worker, self.scheduler, self._inboxes, lambda: self.receiver, interval_s=interval_s)
-        self._emptying = Emptying(worker, self.scheduler.moves, self._inboxes)
-        self._relief = Relief(worker, self.scheduler.moves, self._inboxes)
+        self._peers = PeerTransfers(worker, self.scheduler, self._inboxes, lambda: self.receiver, interval_s=interval_s)
+        self._drain = Drain(worker, self.scheduler.migrating, self._inboxes)
+        self._eviction = Eviction(worker, self.scheduler.migrating, self._inboxes)
         self._config = config
         self._open = AsyncExitStack()
 
@@ -109,7 +109,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         )
         worker.tasks.start(self._keep_alive(), name="keep-alives")
         worker.metrics.num_receiving = lambda: self.receiver.num_transfers
-        self._others.replication.start()
+        self._peers.replication.start()
         listener = bound_socket(self._config.host, self._config.stream_port, flag="--stream-port")
         return await self._open.enter_async_context(
             serve_streams(
@@ -138,20 +138,20 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             self._inboxes.put(failure.request_id, failure.attempt, Failed(error=failure.error))
         for attempt_id in events.finished:
             self._inboxes.put(*attempt_id, ChoicesEnded())
-        self._relief.after_step(output)
-        self._others.replication.after_step(output)
+        self._eviction.after_step(output)
+        self._peers.replication.after_step(output)
 
     def drain(self, within_s: float) -> None:
         """Hands back what waits here, and has what does not end within `within_s` seconds move elsewhere."""
-        self._emptying.start(within_s)
+        self._drain.start(within_s)
 
     def stay(self) -> None:
         """Takes back `drain`. Moves that have begun go on."""
-        self._emptying.stop()
+        self._drain.stop()
 
     async def rebalance(self, num_sequences: int) -> int:
         """Asks those that run longest to leave."""
-        return await self._relief.rebalance(num_sequences)
+        return await self._eviction.rebalance(num_sequences)
 
     def take_role(self, tier: Tier) -> None:
         """Raises: RequestError, since this service has only its own tier."""
@@ -170,7 +170,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
     async def close(self) -> None:
         """Closes the connections of routers, then the transfers into this worker."""
         await self._open.aclose()
-        await self._others.close()
+        await self._peers.close()
         if self._receiver is not None:
             await self._receiver.close()
 
@@ -188,7 +188,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
                 session = DecodeSession(
                     self._worker, self.scheduler, self.receiver, inbox, stream, lease_s=self._lease_s
                 )
-                session.others = self._others
+                session.peers = self._peers
                 session.trace.join(self._worker.tracer, caller)
                 enter_request(request_id, session.trace.context)
                 self._sessions[request_id] = session
@@ -241,7 +241,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         metrics = self._worker.metrics
         try:
             commit = commit_from_proto(self._worker.seals.open(Purpose.COMMIT, self._worker.seal_name, request))
-            taker = self._sessions.get(commit.request_id) or self._others.intake.of(commit.request_id)
+            taker = self._sessions.get(commit.request_id) or self._peers.copies.of(commit.request_id)
             if taker is None:
                 raise StaleError(f"Request {commit.request_id} is not on this worker. It has ended, or was never here.")
             received = await taker.commit(commit)
@@ -257,7 +257,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
     @rpc.method
     async def Replicate(self, request: pb.ReplicateRequest, context: Any) -> pb.ReplicateResponse:  # noqa: N802
         """Grants a ticket for copies of blocks that this worker has not cached."""
-        return await self._others.intake.reserve(request)
+        return await self._peers.copies.reserve(request)
 
     @rpc.method
     async def Introduce(self, request: pb.IntroduceRequest, context: Any) -> pb.IntroduceResponse:  # noqa: N802

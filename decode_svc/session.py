@@ -7,8 +7,8 @@ import secrets
 from contextlib import suppress
 from dataclasses import replace
 
-from decode_svc.catching_up import CatchingUp
-from decode_svc.other_workers import OtherWorkers
+from decode_svc.migration.catch_up import CatchUpQueue
+from decode_svc.peer_transfers import PeerTransfers
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.session_events import (
@@ -58,13 +58,13 @@ class DecodeSession:
         self._inbox = inbox
         self._stream = stream
         self._lease_s = lease_s
-        self.others: OtherWorkers | None = None
+        self.peers: PeerTransfers | None = None
         self._tasks: ServiceGroup | None = None
         self._request_id = inbox.request_id
         #: Attempt of the last ticket, or of the start.
         self._attempt = inbox.attempt
         self._backlog = Backlog()
-        self._catching_up = CatchingUp(worker, scheduler.moves, inbox.request_id, self._backlog)
+        self._catching_up = CatchUpQueue(worker, scheduler.migrating, inbox.request_id, self._backlog)
         self._num_cached_blocks = 0
         #: What happened when, for the request's spans.
         self.trace = DecodeTrace(opened_at=_now())
@@ -190,7 +190,7 @@ class DecodeSession:
         try:
             if received.numerics_class != self._worker.numerics_class:
                 key = secrets.token_bytes(HASH_KEY_BYTES)
-                await self._worker.run(lambda: self._scheduler.moves.isolate(self._request_id, key))
+                await self._worker.run(lambda: self._scheduler.migrating.isolate(self._request_id, key))
             await self._worker.run(lambda: self._scheduler.activate(self._request_id, received.first_tokens))
         except PdserveError as error:
             self._not_active = error
@@ -231,8 +231,8 @@ class DecodeSession:
             tasks.start(self._hand_off(command.hand_off), name=f"hand-off {self._request_id}")
         elif kind == "prefill_locally":
             await self._prefill_locally(command.prefill_locally)
-        elif kind == "replicate_to" and self.others is not None:
-            await self.others.replication.replicate_to(self._inbox.attempt_id, command.replicate_to)
+        elif kind == "replicate_to" and self.peers is not None:
+            await self.peers.replication.replicate_to(self._inbox.attempt_id, command.replicate_to)
         else:
             raise RequestError(
                 f"Request {self._request_id} is being decoded already, but {kind or 'an empty message'} came. "
@@ -241,8 +241,8 @@ class DecodeSession:
 
     async def _hand_off(self, command: pb.HandOff) -> None:
         """The blocks leave while tokens are sampled. The router decides when the request has moved."""
-        if self.others is not None:
-            sent = await self.others.departures.send(self._request_id, command)
+        if self.peers is not None:
+            sent = await self.peers.migration.send(self._request_id, command)
             self._inbox.put(pb.DecodeResponse(handed_off=sent))
 
     def _is_stale(self, message: str, attempt: int, *, oldest: int) -> bool:

@@ -29,7 +29,7 @@ from router_svc.request.calls import DecodeFailed, is_reported
 from router_svc.request.embedding import Embedding
 from router_svc.request.error_for_client import error_for_client
 from router_svc.request.failure import Failure, failure_of
-from router_svc.request.migrating_run import MigratingRun
+from router_svc.request.migration.run import MigratingRun
 from router_svc.request.prefill_attempt import prefill
 from router_svc.request.recovery import NextStep, Patience, Progress, Recovery
 from router_svc.request.running_prompt import RunningPrompt

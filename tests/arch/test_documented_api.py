@@ -120,7 +120,7 @@ def _sources(path: str) -> dict[str, str]:
             "Workers",
             WorkerMetrics(model_name="m", tier="decode"),
             (
-                "decode_svc/other_workers.py",
+                "decode_svc/peer_transfers.py",
                 "pdserve/worker/serve/announce.py",
                 "pdserve/worker/serve/step_metrics.py",
                 "pdserve/base/tracing/setup.py",

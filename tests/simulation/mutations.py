@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from decode_svc.intake import Intake
+from decode_svc.replication.target import ReplicationTarget
 from decode_svc.request import DecodePhase
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.session import DecodeSession
@@ -227,7 +227,7 @@ def _send_a_block_twice() -> None:
 
 def _damage_a_copy() -> None:
     """What was copied is not what the prefix cache has then."""
-    end = Intake._end
+    end = ReplicationTarget._end
 
     def damaging(intake: Any, name: Any, *, is_there: bool) -> None:
         cache = intake._worker.model.kv_cache
@@ -235,7 +235,7 @@ def _damage_a_copy() -> None:
             cache.memory.reshape(cache.num_blocks, -1)[intake._replicas._arriving[name].blocks] ^= 1
         end(intake, name, is_there=is_there)
 
-    _set(Intake, "_end", damaging)
+    _set(ReplicationTarget, "_end", damaging)
 
 
 def _ignore_cancels() -> None:

@@ -8,11 +8,11 @@ from contextvars import Context
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from decode_svc.replicas import Replicas
+from decode_svc.replication.replicas import Replicas
 from decode_svc.scheduler import DecodeScheduler
 from router_svc.records.journal import Journal
 from router_svc.records.migration import MigrationOutcome
-from router_svc.request.follower import Follower
+from router_svc.request.migration.target import MigrationTarget
 from tests.simulation.loop import current_process
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Phases:
         for name in ("d0", "d1"):
             worker = self._live.workers[name]
             if worker.is_ready and not worker.process.is_dead:
-                left = worker.service.scheduler.moves.tokens_left()
+                left = worker.service.scheduler.migrating.tokens_left()
                 if max(left.values(), default=0) >= self._live.plan.longest_output // 3:
                     worker.drain(for_s)
                     return
@@ -131,7 +131,7 @@ class Phases:
 
         _after(Journal, "moves", moves)
         _after(Journal, "moved", moved)
-        _after(Follower, "handed_off", handed_off)
+        _after(MigrationTarget, "handed_off", handed_off)
 
     def _watch_workers(self) -> None:
         def activated(scheduler: Any, *arguments: Any) -> None:

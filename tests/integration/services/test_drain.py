@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from decode_svc import emptying
 from decode_svc.config import DecodeConfig
 from decode_svc.service import DecodeService
 from kvtransfer.transport import Buffer, Operation, Peer
@@ -86,7 +85,7 @@ async def test_a_draining_decode_worker_ends_in_order_while_it_looks_for_what_co
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ended with exit code 1 when its step loop ended between two looks."""
-    monkeypatch.setattr(emptying, "_CHECK_S", 0.0)
+    monkeypatch.setattr("decode_svc.migration.drain._CHECK_S", 0.0)
     config = DecodeConfig(model=str(model), redis_url="", block_size=4, kv_cache_memory=64 * 1024, threads=1)
     services: list[DecodeService] = []
 

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from decode_svc.intake import Intake
-from decode_svc.replicas import Replicas
-from decode_svc.replication import Replication, Subjects
+from decode_svc.replication.replicas import Replicas
+from decode_svc.replication.source import ReplicationPolicy, ReplicationSource
+from decode_svc.replication.target import ReplicationTarget
 from kvtransfer.handover.receiver import Receiver
 from pdserve.base.errors import PeerRefused, RequestError, StaleError
 from pdserve.base.rpc import mapped_rpc_errors, open_channel
@@ -151,7 +151,7 @@ async def test_another_worker_is_wanted_when_one_cannot_be_reached(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrivals = noted_arrivals(monkeypatch)
-    monkeypatch.setattr("decode_svc.replication._AGAIN_S", 0.0)
+    monkeypatch.setattr("decode_svc.replication.source._AGAIN_S", 0.0)
     async with running_cluster(model, decode=SETTINGS, prefill=SETTINGS, have_roles=True) as cluster:
         hold_steps(monkeypatch, after=SEEN, until="check_integrity")
         request = cluster.request(PROMPT, max_tokens=TOKENS)
@@ -173,9 +173,9 @@ async def test_a_fault_while_blocks_are_copied_costs_the_copies_alone(
 ) -> None:
     """Fails when copying, which is best effort, ends the worker: two faults, in a copy and in its round."""
     arrivals = noted_arrivals(monkeypatch)
-    monkeypatch.setattr("decode_svc.replication._AGAIN_S", 0.0)
+    monkeypatch.setattr("decode_svc.replication.source._AGAIN_S", 0.0)
     faults = ["copy", "round"]
-    send, by_target = Replication._send, Subjects.by_target
+    send, by_target = ReplicationSource._send, ReplicationPolicy.by_target
 
     async def sending(replication: Any, *arguments: Any) -> bool:
         if faults and faults[0] == "copy":
@@ -189,8 +189,8 @@ async def test_a_fault_while_blocks_are_copied_costs_the_copies_alone(
             raise KeyError("another fault of our own")
         return by_target(subjects)
 
-    monkeypatch.setattr(Replication, "_send", sending)
-    monkeypatch.setattr(Subjects, "by_target", targets)
+    monkeypatch.setattr(ReplicationSource, "_send", sending)
+    monkeypatch.setattr(ReplicationPolicy, "by_target", targets)
     async with running_cluster(model, decode=SETTINGS, prefill=SETTINGS, have_roles=True) as cluster:
         expected = await cluster.local(PROMPT, max_tokens=TOKENS)
         hold_steps(monkeypatch, after=SEEN, until="check_integrity")
@@ -249,7 +249,7 @@ async def test_copies_that_no_worker_of_this_cluster_sends_are_refused(model: Pa
 async def test_copies_that_do_not_come_free_their_blocks_with_the_lease(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decode_svc.intake._LEASE_S", 0.05)
+    monkeypatch.setattr("decode_svc.replication.target._LEASE_S", 0.05)
     dropped = asyncio.Event()
     loop, drop = asyncio.get_running_loop(), Replicas.drop
 
@@ -301,7 +301,7 @@ async def test_blocks_for_copies_are_free_again_when_their_sender_leaves_before_
         request = decode_pb2.ReplicateRequest(
             request_id="copies", block_hashes=[bytes(16)], numerics_class=worker.numerics_class
         )
-        intake = Intake(worker, scheduler._decode.replicas, _no_receiver)
+        intake = ReplicationTarget(worker, scheduler._decode.replicas, _no_receiver)
         await _cancelled_while_steps_are_held(worker, intake.reserve(request))
         await _all_free(cluster)
 

@@ -47,7 +47,7 @@ class Engine:
         )
         self.seals = Seals()
         self.numerics_class = CLASS
-        self.moves: Any = SimpleNamespace()
+        self.migrating: Any = SimpleNamespace()
 
     def reserve(self, job: DecodeJob) -> None:
         self.job = job

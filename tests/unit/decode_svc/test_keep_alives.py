@@ -53,7 +53,7 @@ async def test_keep_alives_come_as_announced_and_end_with_the_progress_of_the_st
 async def test_the_progress_of_a_local_prefill_reaches_its_session() -> None:
     service: Any = object.__new__(DecodeService)
     ignored = SimpleNamespace(after_step=lambda output: None)
-    service._inboxes, service._relief, service._others = Inboxes(), ignored, SimpleNamespace(replication=ignored)
+    service._inboxes, service._eviction, service._peers = Inboxes(), ignored, SimpleNamespace(replication=ignored)
     progress = PrefillProgress(request_id=RequestId("a"), attempt=1, num_computed=64, num_prompt=4096, num_cached=0)
     async with service._inboxes.open(RequestId("a"), 1) as inbox:
         durations = SimpleNamespace(total_s=0.0)

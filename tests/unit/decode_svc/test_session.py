@@ -187,7 +187,7 @@ async def test_received_kv_is_activated_though_the_caller_of_commit_has_gone() -
 async def test_kv_of_another_numerics_class_is_isolated(numerics_class: str, commands: list[str]) -> None:
     """That of the verified commit. Fails when a commit counts that is refused, such as a stranger's."""
     it = Setup()
-    it.engine.moves = SimpleNamespace(isolate=lambda request_id, key: it.engine.commands.append("isolate"))
+    it.engine.migrating = SimpleNamespace(isolate=lambda request_id, key: it.engine.commands.append("isolate"))
     async with it.running() as task:
         await it.receive()
         refused = AsyncMock(side_effect=DigestMismatch("not signed with its ticket's key"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from decode_svc.relief import ReliefPolicy
+from decode_svc.migration.eviction import EvictionPolicy
 from pdserve.base.ids import WorkerId
 from pdserve.base.workers import Tier, WorkerLoad, WorkerRecord
 from pdserve.engine.step import Load
@@ -113,7 +113,7 @@ def test_a_worker_that_a_full_one_is_left_for_does_not_want_to_be_left_itself() 
         ]
         blocks = 160 // worker("decode-0").layout.block_size + 1
         held = replace(LOAD, num_running=running + 1, free_blocks=min(accepted, default=1000) - blocks)
-        assert not ReliefPolicy().is_due(held, 0.0), running
+        assert not EvictionPolicy().is_due(held, 0.0), running
 
 
 def test_requests_on_their_way_take_blocks_that_their_worker_does_not_report_yet() -> None:

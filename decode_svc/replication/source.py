@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from decode_svc.block_sender import BlockSender
-from decode_svc.replicas import Batch, Replicas
+from decode_svc.replication.replicas import Batch, Replicas
 from decode_svc.session_events import SessionEvent
 from pdserve.base.addresses import is_host_port
 from pdserve.base.errors import Draining, NoFreeBlocks, PdserveError, RequestError, reason_of
@@ -36,7 +36,7 @@ _ANSWER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ReplicaTarget:
     """The incarnation of a decode worker that copies go to."""
 
     worker_id: WorkerId
@@ -44,29 +44,29 @@ class Target:
     grpc_address: str
 
     @classmethod
-    def of(cls, message: pb.ReplicateTo) -> Target:
+    def of(cls, message: pb.ReplicateTo) -> ReplicaTarget:
         """Raises `RequestError` for an address that no worker has."""
         if not is_host_port(message.grpc_address) or not message.epoch:
             raise RequestError(f"replicate_to names no worker: {message.worker_id[:40]!r}, {message.grpc_address!r}.")
         return cls(WorkerId(message.worker_id), Epoch(message.epoch), message.grpc_address)
 
 
-class Subjects:
+class ReplicationPolicy:
     """Which requests have copies, and where. Pure; times are of one monotonic clock, in seconds."""
 
     def __init__(self, min_age_s: float) -> None:
         """Younger requests have none."""
         self._min_age_s = min_age_s
-        self._targets: dict[AttemptId, Target] = {}
+        self._targets: dict[AttemptId, ReplicaTarget] = {}
         self._failed: dict[AttemptId, Epoch] = {}
         self._since: dict[AttemptId, float] = {}
         self._wanted_at: dict[AttemptId, float] = {}
 
-    def name(self, attempt_id: AttemptId, target: Target) -> None:
+    def name(self, attempt_id: AttemptId, target: ReplicaTarget) -> None:
         """A router has named the worker for the copies of a request."""
         self._targets[attempt_id] = target
 
-    def lose(self, target: Target) -> list[AttemptId]:
+    def lose(self, target: ReplicaTarget) -> list[AttemptId]:
         """The worker cannot take copies. Returns the requests that need another one."""
         lost = [attempt_id for attempt_id, each in self._targets.items() if each == target]
         for attempt_id in lost:
@@ -90,19 +90,19 @@ class Subjects:
         self._wanted_at |= dict.fromkeys(due, now)
         return {attempt_id: self._failed.get(attempt_id, Epoch(0)) for attempt_id in due}
 
-    def at(self, target: Target) -> frozenset[AttemptId]:
+    def at(self, target: ReplicaTarget) -> frozenset[AttemptId]:
         """The requests whose copies go to this worker."""
         return frozenset(attempt_id for attempt_id, each in self._targets.items() if each == target)
 
-    def by_target(self) -> Mapping[Target, list[AttemptId]]:
+    def by_target(self) -> Mapping[ReplicaTarget, list[AttemptId]]:
         """The requests that have copies, by where these are."""
-        found: dict[Target, list[AttemptId]] = {}
+        found: dict[ReplicaTarget, list[AttemptId]] = {}
         for attempt_id, target in self._targets.items():
             found.setdefault(target, []).append(attempt_id)
         return found
 
 
-class Replication:
+class ReplicationSource:
     """All copies out of a decode worker. Belongs to the event loop."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Replication:
         # NCCL connects each pair of workers with a communicator; strangers' requests have hashes of their own.
         is_useful = worker.transport.name != "nccl" and not worker.seals.accepts_strangers
         self._interval_s = interval_s if is_useful else 0.0
-        self._subjects = Subjects(_MIN_AGE * self._interval_s)
+        self._subjects = ReplicationPolicy(_MIN_AGE * self._interval_s)
         self._is_running = asyncio.Event()
         self._names = itertools.count()
 
@@ -138,7 +138,7 @@ class Replication:
 
     async def replicate_to(self, attempt_id: AttemptId, message: pb.ReplicateTo) -> None:
         """A router names the worker for the copies of a request. Raises `RequestError` for one that cannot exist."""
-        target = Target.of(message)
+        target = ReplicaTarget.of(message)
         if target.epoch != self._worker.epoch:
             await self._worker.run(lambda: self._replicas.forget(attempt_id))
             self._subjects.name(attempt_id, target)
@@ -177,7 +177,7 @@ class Replication:
                 if batch.blocks and await self._copy(target, batch):
                     there |= self._subjects.at(target)  # A router may have named another worker meanwhile.
 
-    async def _copy(self, target: Target, batch: Batch) -> bool:
+    async def _copy(self, target: ReplicaTarget, batch: Batch) -> bool:
         """Whether the other worker has all of the blocks now."""
         metrics = self._worker.metrics
         try:
@@ -194,12 +194,12 @@ class Replication:
             await self._lose(target)
         return False
 
-    async def _lose(self, target: Target) -> None:
+    async def _lose(self, target: ReplicaTarget) -> None:
         """No more copies go there. Routers of its requests hear that another worker is wanted."""
         for attempt_id in self._subjects.lose(target):
             await self._worker.run(partial(self._replicas.forget, attempt_id))
 
-    async def _send(self, target: Target, batch: Batch) -> bool:
+    async def _send(self, target: ReplicaTarget, batch: Batch) -> bool:
         metrics = self._worker.metrics
         name = RequestId(f"replica/{self._worker.worker_id}/{self._worker.epoch}/{next(self._names)}")
         answer = await self._announce(target, name, batch)
@@ -215,7 +215,7 @@ class Replication:
         metrics.replicated("committed")
         return not answer.is_partial
 
-    async def _announce(self, target: Target, name: RequestId, batch: Batch) -> pb.ReplicateResponse:
+    async def _announce(self, target: ReplicaTarget, name: RequestId, batch: Batch) -> pb.ReplicateResponse:
         request = pb.ReplicateRequest(
             request_id=name, block_hashes=batch.hashes, numerics_class=self._worker.numerics_class
         )

@@ -11,8 +11,8 @@ import pytest
 from pdserve.base.errors import StaleError
 from pdserve.base.wire import error_to_wire
 from pdserve.v1 import decode_pb2
-from router_svc.request.follower import Follower
-from router_svc.request.pursuit import Pursuit
+from router_svc.request.migration.catch_up_policy import CatchUpPolicy
+from router_svc.request.migration.target import MigrationTarget
 from tests.support.deadline import DEADLINE_S
 
 #: What a worker of the last release holds of commands that wait.
@@ -41,12 +41,12 @@ class Target:
         return [token for each in choices for token in each.token_ids]
 
 
-def follower_of(tokens: list[int], target: Target, number: int = 2) -> Follower:
+def follower_of(tokens: list[int], target: Target, number: int = 2) -> MigrationTarget:
     output = SimpleNamespace(over=set[int](), open_lengths={0: len(tokens)}, tokens_of=lambda choice: tokens)
     journal, source = SimpleNamespace(takes_over=lambda: None), SimpleNamespace(worker=None)
     prompt = SimpleNamespace(output=output, delivery=None, journal=journal)
-    follower = Follower(cast(Any, prompt), cast(Any, source), cast(Any, target), lambda: None, number=number)
-    follower._pursuit = Pursuit({})
+    follower = MigrationTarget(cast(Any, prompt), cast(Any, source), cast(Any, target), lambda: None, number=number)
+    follower._policy = CatchUpPolicy({})
     return follower
 
 

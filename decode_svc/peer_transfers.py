@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from decode_svc.block_sender import BlockSender
-from decode_svc.departures import Departures
-from decode_svc.intake import Intake
-from decode_svc.replication import Replication
+from decode_svc.migration.source import MigrationSource
+from decode_svc.replication.source import ReplicationSource
+from decode_svc.replication.target import ReplicationTarget
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.session_events import SessionEvent
 from kvtransfer.handover.receiver import Receiver
@@ -16,7 +16,7 @@ from pdserve.worker.serve.inboxes import Inboxes
 from pdserve.worker.serve.worker import Worker
 
 
-class OtherWorkers:
+class PeerTransfers:
     """What a decode worker exchanges with others of its tier. Belongs to the event loop."""
 
     def __init__(
@@ -30,9 +30,9 @@ class OtherWorkers:
     ) -> None:
         """New blocks are copied every `interval_s` seconds; 0: they are not. `receiver` is called once it is there."""
         self._sender = BlockSender(worker)
-        self.departures = Departures(worker, scheduler.moves, self._sender)
-        self.replication = Replication(worker, scheduler.replicas, self._sender, inboxes, interval_s=interval_s)
-        self.intake = Intake(worker, scheduler.replicas, receiver)
+        self.migration = MigrationSource(worker, scheduler.migrating, self._sender)
+        self.replication = ReplicationSource(worker, scheduler.replicas, self._sender, inboxes, interval_s=interval_s)
+        self.copies = ReplicationTarget(worker, scheduler.replicas, receiver)
         worker.metrics.read(
             CounterSource(
                 name="replica_blocks_used",

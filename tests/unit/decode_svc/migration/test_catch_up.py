@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from decode_svc.catching_up import CatchingUp
+from decode_svc.migration.catch_up import CatchUpQueue
 from decode_svc.session_events import MAX_COMMAND_BYTES, Backlog
 from pdserve.base.errors import Diverged
 from pdserve.base.ids import RequestId
@@ -45,10 +45,10 @@ def command(first_index: int, num_tokens: int = 1) -> pb.DecodeRequest:
     return pb.DecodeRequest(catch_up=pb.CatchUp(choices=[tokens]))
 
 
-def catching_up(steps: Steps, backlog: Backlog | None = None) -> CatchingUp:
+def catching_up(steps: Steps, backlog: Backlog | None = None) -> CatchUpQueue:
     worker: Any = steps
     moves: Any = SimpleNamespace(catch_up=steps.catch_up)
-    return CatchingUp(worker, moves, RequestId("a"), backlog or Backlog())
+    return CatchUpQueue(worker, moves, RequestId("a"), backlog or Backlog())
 
 
 async def test_all_that_has_come_is_taken_in_between_the_same_two_steps() -> None:

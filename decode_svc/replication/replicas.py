@@ -41,7 +41,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class _Intake:
+class _Incoming:
     """Copies on their way to this worker."""
 
     hashes: list[BlockHash]
@@ -64,7 +64,7 @@ class Replicas:
         #: Leading blocks of each choice that the other worker has, by request.
         self._offered: dict[AttemptId, dict[int, int]] = {}
         self._leaving: list[Batch] = []
-        self._arriving: dict[RequestId, _Intake] = {}
+        self._arriving: dict[RequestId, _Incoming] = {}
 
     @property
     def held(self) -> Iterator[list[BlockId]]:
@@ -148,7 +148,7 @@ class Replicas:
         if not blocks:
             raise NoFreeBlocks(f"This worker has no blocks to spare for {len(missing)} copies.")
         chosen = missing[: len(blocks)]
-        self._arriving[name] = _Intake([hashes[index] for index in chosen], blocks)
+        self._arriving[name] = _Incoming([hashes[index] for index in chosen], blocks)
         return Room(chosen, blocks, is_partial=len(chosen) < len(missing))
 
     def arrived(self, name: RequestId) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_svc.replication import Subjects, Target
+from decode_svc.replication.source import ReplicaTarget, ReplicationPolicy
 from decode_svc.request import DecodeJob
 from pdserve.base.errors import NoFreeBlocks, StaleError
 from pdserve.base.ids import AttemptId, BlockHash, Epoch, RequestId, WorkerId
@@ -116,8 +116,8 @@ def test_blocks_are_offered_once_and_again_to_another_worker() -> None:
 
 def test_each_request_has_copies_of_its_own_blocks_only_where_they_go() -> None:
     """Fails when a request that another worker was named for meanwhile counts as copied."""
-    one, other = Target(WorkerId("one"), Epoch(1), "h:1"), Target(WorkerId("other"), Epoch(2), "h:2")
-    subjects = Subjects(1.0)
+    one, other = ReplicaTarget(WorkerId("one"), Epoch(1), "h:1"), ReplicaTarget(WorkerId("other"), Epoch(2), "h:2")
+    subjects = ReplicationPolicy(1.0)
     assert subjects.update([A1, B1], 0.0) == {}
     assert subjects.update([A1, B1], 1.0) == {A1: 0, B1: 0}
     assert subjects.update([A1, B1], 2.0) == {}
@@ -158,7 +158,7 @@ def test_a_request_gets_the_blocks_of_one_that_ended_while_they_left(how: str) -
     worker.scheduler.reserve(job(A, PROMPT, LONG, threshold=ALWAYS))
     while len(worker.tokens(A)) < 9:
         worker.step()
-    replicas, moves = worker.scheduler.replicas, worker.scheduler.moves
+    replicas, moves = worker.scheduler.replicas, worker.scheduler.migrating
     batch = replicas.take([A1]) if how == "copied" else None
     if batch is None:
         moves.hold(A, {0: 9}, 0)
@@ -204,12 +204,12 @@ def test_isolated_requests_and_requests_that_do_not_run_have_no_copies() -> None
     assert not worker.scheduler.replicas.take([A1, B1]).blocks
     worker = running(PROMPT, LONG, 5)
     assert worker.scheduler.replicas.running() == [A1]
-    worker.scheduler.moves.isolate(A, bytes(32))
+    worker.scheduler.migrating.isolate(A, bytes(32))
     assert worker.scheduler.replicas.running() == []
 
 
 def test_a_batch_has_a_limit_and_the_next_one_goes_on_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode_svc.replicas.MAX_BLOCKS", 3)
+    monkeypatch.setattr("decode_svc.replication.replicas.MAX_BLOCKS", 3)
     source, target = running(PROMPT, LONG, 9), decode(LARGE)
     counts = [copy(source, target) for _ in range(3)]
     assert counts == [3, (len(PROMPT) + 8) // BLOCK_SIZE - 3, 0]

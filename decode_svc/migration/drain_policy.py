@@ -20,7 +20,7 @@ _MOVE_S = 0.4
 _SAFE_SHARE = 0.5
 
 
-class Leaving:
+class DrainPolicy:
     """The requests of a worker that ends at `ends_at`; None: it does not end, and all of them leave."""
 
     def __init__(self, ends_at: float | None) -> None:

@@ -44,7 +44,7 @@ def moving_hashes(request: ScheduledRequest, block_size: int) -> list[BlockHash]
     return moving
 
 
-class Moves:
+class MigratingRequests:
     """Requests that leave or arrive. Changes requests and blocks only between steps, as all commands do."""
 
     def __init__(

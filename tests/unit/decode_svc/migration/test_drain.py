@@ -7,8 +7,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from decode_svc.emptying import Emptying
-from decode_svc.moves import Moves
+from decode_svc.migration.drain import Drain
+from decode_svc.migration.requests import MigratingRequests
 from decode_svc.session_events import SessionEvent
 from pdserve.base.errors import Draining
 from pdserve.base.ids import AttemptId, RequestId
@@ -42,7 +42,7 @@ class Setup:
             self.sent.setdefault(request_id, []).append(event)
 
         inboxes = SimpleNamespace(put=put)
-        self.emptying = Emptying(cast(Worker, worker), cast(Moves, moves), cast("Inboxes[SessionEvent]", inboxes))
+        self.drain = Drain(cast(Worker, worker), cast(MigratingRequests, moves), cast("Inboxes[SessionEvent]", inboxes))
 
 
 def leave(*, is_withdrawn: bool = False) -> pb.DecodeResponse:
@@ -52,22 +52,22 @@ def leave(*, is_withdrawn: bool = False) -> pb.DecodeResponse:
 async def test_without_haste_one_request_leaves_and_stays_when_it_is_taken_back() -> None:
     async with service_group() as tasks:
         setup = Setup(tasks)
-        setup.emptying.start(0.0)
+        setup.drain.start(0.0)
         await setup.has_looked.wait()
         [handed_back] = setup.sent.pop("waiting")
         assert isinstance(handed_back, Failed)
         assert isinstance(handed_back.error, Draining)
         assert setup.sent == {"long": [leave()]}
-        setup.emptying.stop()
+        setup.drain.stop()
         assert setup.sent == {"long": [leave(), leave(is_withdrawn=True)]}
-        setup.emptying.stop()
+        setup.drain.stop()
         assert len(setup.sent["long"]) == 2
 
 
 async def test_with_time_only_long_requests_leave() -> None:
     async with service_group() as tasks:
         setup = Setup(tasks)
-        setup.emptying.start(10.0)
+        setup.drain.start(10.0)
         await setup.has_looked.wait()
         assert "short" not in setup.sent
         assert setup.sent["long"] == [leave()]

@@ -46,10 +46,10 @@ def copy(source: DecodeWorker, target: DecodeWorker, job: DecodeJob) -> int:
     """What a transfer does: the blocks that the target waits for come from the source. Returns their number."""
     grant = target.grant(job.request_id)
     lengths = {choice: len(tokens) for choice, tokens in job.output.items()}
-    held = source.scheduler.moves.hold(job.request_id, lengths, grant.num_cached_blocks)
+    held = source.scheduler.migrating.hold(job.request_id, lengths, grant.num_cached_blocks)
     awaited = grant.block_tables[0][grant.num_cached_blocks :]
     target.cache.tensor[list(awaited)] = source.cache.tensor[held[: len(awaited)]]
-    source.scheduler.moves.let_go(job.request_id)
+    source.scheduler.migrating.let_go(job.request_id)
     return len(awaited)
 
 
@@ -112,7 +112,7 @@ def test_tokens_that_the_client_got_meanwhile_are_not_sampled_again(steps: int, 
     for _ in range(steps):
         worker.step()
     sampled = len(worker.tokens(A))
-    worker.scheduler.moves.catch_up(A, [known(0, first, oracle(prompt, LONG)[first:end])])
+    worker.scheduler.migrating.catch_up(A, [known(0, first, oracle(prompt, LONG)[first:end])])
     worker.run()
     reported = {each.first_index: list(each.token_ids) for each in worker.reported[A][0]}
     behind = [*range(10, 10 + sampled), *range(max(end, 10 + sampled), LONG.max_tokens)]
@@ -124,7 +124,7 @@ def test_tokens_come_while_the_blocks_are_on_their_way() -> None:
     source, target = running(PROMPT, LONG, 12), decode()
     arriving = moving(PROMPT, LONG, {0: 9})
     target.scheduler.reserve(arriving)
-    target.scheduler.moves.catch_up(A, [known(0, 9, oracle(PROMPT, LONG)[9:11])])
+    target.scheduler.migrating.catch_up(A, [known(0, 9, oracle(PROMPT, LONG)[9:11])])
     copy(source, target, arriving)
     target.scheduler.activate(A, [0])
     target.run()
@@ -146,23 +146,23 @@ def test_tokens_that_the_request_cannot_have_are_refused(tokens: ChoiceTokens, e
         replace(job(A, PROMPT, LONG, threshold=ALWAYS), output={0: tuple(oracle(PROMPT, LONG)[:10])})
     )
     with pytest.raises(error):
-        worker.scheduler.moves.catch_up(A, [tokens])
-    worker.scheduler.moves.catch_up(B, [tokens])  # Not here: over already.
+        worker.scheduler.migrating.catch_up(A, [tokens])
+    worker.scheduler.migrating.catch_up(B, [tokens])  # Not here: over already.
 
 
 def test_a_preempted_choice_has_no_blocks_to_send() -> None:
     worker = running(PROMPT, LONG, 8)
     with pytest.raises(StaleError, match="preempted"):
-        worker.scheduler.moves.hold(A, {0: 15}, 0)
+        worker.scheduler.migrating.hold(A, {0: 15}, 0)
     with pytest.raises(StaleError):
-        worker.scheduler.moves.hold(B, {0: 1}, 0)
-    worker.scheduler.moves.hold(A, {0: 8}, 0)
+        worker.scheduler.migrating.hold(B, {0: 1}, 0)
+    worker.scheduler.migrating.hold(A, {0: 8}, 0)
     with pytest.raises(StaleError, match="already"):
-        worker.scheduler.moves.hold(A, {0: 8}, 0)
+        worker.scheduler.migrating.hold(A, {0: 8}, 0)
     worker.scheduler.abort(A)
     worker.scheduler.check_integrity()
     assert not worker.all_free
-    worker.scheduler.moves.let_go(A)
+    worker.scheduler.migrating.let_go(A)
     assert worker.all_free
 
 
@@ -223,18 +223,18 @@ def test_blocks_of_another_numerics_class_do_not_move() -> None:
     source.scheduler.reserve(sent)
     grant = source.grant(A)
     write_prompt(source.cache, grant.block_tables[0], grant.num_cached_blocks, PROMPT)
-    source.scheduler.moves.isolate(A, bytes(range(32)))
+    source.scheduler.migrating.isolate(A, bytes(range(32)))
     source.scheduler.activate(A, first_tokens(sent))
     source.step()
     with pytest.raises(StaleError, match="numerics class"):
-        source.scheduler.moves.hold(A, {0: 1}, 0)
+        source.scheduler.migrating.hold(A, {0: 1}, 0)
     source.run()
     assert [*first_tokens(sent), *source.tokens(A)] == oracle(PROMPT, LONG)
     target = decode(40)
     target.scheduler.reserve(moving(PROMPT, LONG, {0: 4}))
     target.grant(A)
     with pytest.raises(StaleError, match="numerics class"):
-        target.scheduler.moves.isolate(A, bytes(32))
+        target.scheduler.migrating.isolate(A, bytes(32))
 
 
 def test_blocks_of_another_numerics_class_are_found_by_no_other_request() -> None:
@@ -242,7 +242,7 @@ def test_blocks_of_another_numerics_class_are_found_by_no_other_request() -> Non
     worker.scheduler.reserve(sent)
     grant = worker.grant(A)
     write_prompt(worker.cache, grant.block_tables[0], grant.num_cached_blocks, PROMPT)
-    worker.scheduler.moves.isolate(A, bytes(range(32)))
+    worker.scheduler.migrating.isolate(A, bytes(range(32)))
     worker.scheduler.activate(A, first_tokens(sent))
     worker.run()
     later = [*PROMPT, *oracle(PROMPT, LONG)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from decode_svc.moves import Moves
+from decode_svc.migration.requests import MigratingRequests
 from decode_svc.session_events import SessionEvent
 from pdserve.base.errors import Draining
 from pdserve.base.ids import AttemptId
@@ -30,7 +30,7 @@ _AT_ONCE = 4
 _FULL, _REBALANCE = "full", "rebalance"
 
 
-class ReliefPolicy:
+class EvictionPolicy:
     """Which request should leave, and when. Pure; times are of one monotonic clock, in seconds."""
 
     def __init__(self) -> None:
@@ -71,33 +71,33 @@ class ReliefPolicy:
         return chosen
 
 
-class Relief:
-    """The I/O of `ReliefPolicy`. Belongs to the event loop."""
+class Eviction:
+    """The I/O of `EvictionPolicy`. Belongs to the event loop."""
 
-    def __init__(self, worker: Worker, moves: Moves, inboxes: Inboxes[SessionEvent]) -> None:
+    def __init__(self, worker: Worker, migrating: MigratingRequests, inboxes: Inboxes[SessionEvent]) -> None:
         self._worker = worker
-        self._moves = moves
+        self._migrating = migrating
         self._inboxes = inboxes
-        self._policy = ReliefPolicy()
+        self._policy = EvictionPolicy()
 
     def after_step(self, output: StepOutput) -> None:
         """What the step has preempted may leave. If blocks run short, another one may."""
         for attempt_id in output.events.preempted:
             self._request_leave(attempt_id, _FULL)
         if self._policy.is_due(output.load, _now()) and not self._worker.tasks.stopping:
-            self._worker.tasks.start(self._relieve(), name="relief")
+            self._worker.tasks.start(self._evict(), name="eviction")
 
     async def rebalance(self, num_sequences: int) -> int:
         """Asks a few requests to leave, with at most so many sequences. Returns how many. Raises: Draining."""
-        running = await self._worker.run(self._moves.running)
+        running = await self._worker.run(self._migrating.running)
         chosen = self._policy.choose_longest(running, num_sequences, _now())
         for attempt_id in chosen:
             self._request_leave(attempt_id, _REBALANCE)
         return len(chosen)
 
-    async def _relieve(self) -> None:
+    async def _evict(self) -> None:
         try:
-            tokens_left = await self._worker.run(self._moves.tokens_left)
+            tokens_left = await self._worker.run(self._migrating.tokens_left)
         except Draining:  # The step loop has ended, and with it all that could leave.
             return
         attempt_id = self._policy.choose(tokens_left, _now())

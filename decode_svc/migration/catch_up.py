@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from decode_svc.moves import Moves
+from decode_svc.migration.requests import MigratingRequests
 from decode_svc.session_events import Backlog
 from pdserve.base.ids import RequestId
 from pdserve.base.tasks import ServiceGroup
@@ -13,24 +13,24 @@ from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.worker import Worker
 
 
-class CatchingUp:
+class CatchUpQueue:
     """Belongs to the event loop.
 
     All tokens that wait are taken in between the same two steps. With a message for each, a worker with longer steps
     would stay behind for good.
     """
 
-    def __init__(self, worker: Worker, moves: Moves, request_id: RequestId, backlog: Backlog) -> None:
+    def __init__(self, worker: Worker, migrating: MigratingRequests, request_id: RequestId, backlog: Backlog) -> None:
         """`backlog`: where commands count until a step has taken them."""
         self._worker = worker
-        self._moves = moves
+        self._migrating = migrating
         self._request_id = request_id
         self._backlog = backlog
         self._waiting: deque[pb.DecodeRequest] = deque()
         self._is_running = False
 
     def take(self, command: pb.DecodeRequest, tasks: ServiceGroup) -> None:
-        """The client has these tokens. Errors of `Moves.catch_up` end `tasks`."""
+        """The client has these tokens. Errors of `MigratingRequests.catch_up` end `tasks`."""
         self._waiting.append(command)
         if not self._is_running:
             self._is_running = True
@@ -48,5 +48,5 @@ class CatchingUp:
         while self._waiting:
             taken.append(self._waiting.popleft())
         known = (tokens_from_wire(choice) for command in taken for choice in command.catch_up.choices)
-        self._moves.catch_up(self._request_id, list(known))
+        self._migrating.catch_up(self._request_id, list(known))
         return taken

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from router_svc.request.pursuit import Pursuit
+from router_svc.request.migration.catch_up_policy import CatchUpPolicy
 
 
-def pursuit(num_tokens: int = 5, *, came_at: float = 0.0) -> Pursuit:
+def pursuit(num_tokens: int = 5, *, came_at: float = 0.0) -> CatchUpPolicy:
     """The client has one more token than the target was given."""
-    chased = Pursuit({0: num_tokens})
+    chased = CatchUpPolicy({0: num_tokens})
     chased.came({0: num_tokens + 1}, came_at)
     return chased
 
@@ -28,14 +28,14 @@ def test_it_takes_over_when_it_is_hardly_later(next_index: int, late_s: float, t
 
 
 def test_all_choices_have_to_be_in_time() -> None:
-    chased = Pursuit({0: 5, 2: 3})
+    chased = CatchUpPolicy({0: 5, 2: 3})
     chased.came({0: 6, 2: 4}, 0.0)
     assert not chased.sampled({0: 6}, {0: 6, 2: 4}, 0.001)
     assert chased.sampled({2: 4}, {0: 6, 2: 4}, 0.002)
 
 
 def test_a_choice_that_has_ended_is_not_waited_for() -> None:
-    chased = Pursuit({0: 5, 2: 3})
+    chased = CatchUpPolicy({0: 5, 2: 3})
     chased.came({0: 6, 2: 4}, 0.0)
     assert chased.sampled({0: 6}, {0: 6}, 0.001)
 
@@ -62,7 +62,7 @@ def test_a_target_that_stays_behind_takes_over_in_the_end() -> None:
 
 
 def test_it_is_given_what_it_has_not_got_or_sampled() -> None:
-    chased = Pursuit({0: 5})
+    chased = CatchUpPolicy({0: 5})
     assert chased.give(0, 8) == 5
     assert chased.give(0, 9) == 8
     chased.sampled({0: 11}, {0: 9}, 0.0)
@@ -75,7 +75,7 @@ def test_it_is_given_what_it_has_not_got_or_sampled() -> None:
 def test_a_pause_is_hardly_longer_than_a_step_of_the_target(source_s: float, phase: float) -> None:
     """Two workers with steps of their own length: each token of the source is passed on at once."""
     target_s = 0.033
-    chased, num_tokens, came_at, now = Pursuit({0: 1}), 1, 0.0, phase * target_s
+    chased, num_tokens, came_at, now = CatchUpPolicy({0: 1}), 1, 0.0, phase * target_s
     while True:
         given, now = num_tokens, now + target_s
         while came_at + source_s <= now:

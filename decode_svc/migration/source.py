@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from decode_svc.block_sender import BlockSender
-from decode_svc.moves import Moves
+from decode_svc.migration.requests import MigratingRequests
 from kvtransfer.handover.outgoing import SendStats
 from kvtransfer.handover.ticket import Ticket
 from pdserve.base.errors import PdserveError, StaleError, reason_of
@@ -19,12 +19,12 @@ from pdserve.worker.serve.worker import Worker
 log = get_logger(__name__)
 
 
-class Departures:
+class MigrationSource:
     """The requests that leave a decode worker. Belongs to the event loop."""
 
-    def __init__(self, worker: Worker, moves: Moves, sender: BlockSender) -> None:
+    def __init__(self, worker: Worker, migrating: MigratingRequests, sender: BlockSender) -> None:
         self._worker = worker
-        self._moves = moves
+        self._migrating = migrating
         self._sender = sender
 
     async def send(self, request_id: RequestId, command: pb.HandOff) -> pb.HandedOff:
@@ -48,8 +48,8 @@ class Departures:
         )
 
     async def _send(self, request_id: RequestId, ticket: Ticket, lengths: Mapping[int, int]) -> SendStats:
-        hold = partial(self._moves.hold, request_id, lengths, ticket.first_block)
-        async with self._worker.holding(hold, lambda _: self._moves.let_go(request_id)) as held:
+        hold = partial(self._migrating.hold, request_id, lengths, ticket.first_block)
+        async with self._worker.holding(hold, lambda _: self._migrating.let_go(request_id)) as held:
             if len(held) < ticket.num_blocks:
                 raise StaleError(f"Request {request_id} has {len(held)} of the {ticket.num_blocks} blocks to move.")
             return await self._sender.send(request_id, ticket, held[: ticket.num_blocks], choices=len(lengths))

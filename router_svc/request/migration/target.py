@@ -15,14 +15,14 @@ from pdserve.base.wire import error_from_wire, tokens_from_wire
 from pdserve.v1 import common_pb2, decode_pb2
 from router_svc.request.calls import DecodeCall, DecodeFailed
 from router_svc.request.delivery import ignore_tokens
-from router_svc.request.pursuit import Pursuit
+from router_svc.request.migration.catch_up_policy import CatchUpPolicy
 from router_svc.request.running_prompt import RunningPrompt
 
 #: Tokens in one message to a worker that catches up: at most 40 KiB. Workers of the last release hold 64 KiB.
 _MAX_PIECE = 8192
 
 
-class Follower:
+class MigrationTarget:
     """One move of a request, over `target`, the call to the worker that it goes to."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Follower:
         self._source = source
         self._target = target
         self._on_caught_up = on_caught_up
-        self._pursuit = Pursuit({})
+        self._policy = CatchUpPolicy({})
         self._stopped: set[int] = set()
         #: The client has tokens that the target was not given.
         self._has_more = asyncio.Event()
@@ -76,7 +76,7 @@ class Follower:
 
     async def _run(self, start: decode_pb2.DecodeStart) -> None:
         self._lengths = {each.choice_index: len(each.token_ids) for each in start.output}
-        self._pursuit = Pursuit({choice: length for choice, length in self._lengths.items() if length})
+        self._policy = CatchUpPolicy({choice: length for choice, length in self._lengths.items() if length})
         self._stopped = {each.choice_index for each in start.output if each.is_over}
         sealed = self._prompt.cluster.sealed(Purpose.START, self._target.worker, start)
         await self._target.send(decode_pb2.DecodeRequest(start=sealed))
@@ -128,7 +128,7 @@ class Follower:
 
     def _came(self, call: DecodeCall | None) -> None:
         if call is not self._target and not self.has_caught_up:
-            self._pursuit.came(self._output.open_lengths, _now())
+            self._policy.came(self._output.open_lengths, _now())
             self._has_more.set()
 
     async def _pass_on(self) -> None:
@@ -146,7 +146,7 @@ class Follower:
                     Diverged(f"Decode worker {worker.worker_id} has sampled other tokens than the client has."), worker
                 )
         next_indices = {each.choice_index: each.first_index + len(each.token_ids) for each in tokens}
-        if self._pursuit.sampled(next_indices, self._output.open_lengths, _now()):
+        if self._policy.sampled(next_indices, self._output.open_lengths, _now()):
             await self.take_over()
         await self._delivery.tokens(tokens, self._target)
 
@@ -162,7 +162,7 @@ class Follower:
                 await self._target.send(decode_pb2.DecodeRequest(stop_choice=stop))
             known: list[common_pb2.ChoiceTokens] = []
             for choice, length in self._output.open_lengths.items():
-                first = self._pursuit.give(choice, length)
+                first = self._policy.give(choice, length)
                 known += _pieces(choice, self._output.tokens_of(choice)[first:], first)
             for index, choices in enumerate(_messages(known)):
                 if index and in_steps and not self.has_caught_up:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from decode_svc.replicas import MAX_BLOCKS, Replicas, Room
+from decode_svc.replication.replicas import MAX_BLOCKS, Replicas, Room
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, Reservation
 from kvtransfer.handover.sealed_ticket import sealed_ticket
@@ -27,7 +27,7 @@ _LEASE_S = 5.0
 _ATTEMPT = 1
 
 
-class Intake:
+class ReplicationTarget:
     """All copies on their way to this worker. Belongs to the event loop."""
 
     def __init__(self, worker: Worker, replicas: Replicas, receiver: Callable[[], Receiver]) -> None:
@@ -36,7 +36,7 @@ class Intake:
         self._receiver = receiver
         self._open: set[RequestId] = set()
 
-    def of(self, name: RequestId) -> Intake | None:
+    def of(self, name: RequestId) -> ReplicationTarget | None:
         """What takes the commit of a transfer with this name; None: there is no such transfer."""
         return self if name in self._open else None
 

@@ -18,7 +18,7 @@ _LATE_S, _MORE_S = 0.005, 0.0004
 _NUM_ROUNDS = 40
 
 
-class Pursuit:
+class CatchUpPolicy:
     """Where the target stands, by choice. `now` is any monotonic clock, in seconds."""
 
     def __init__(self, lengths: Mapping[int, int]) -> None:

@@ -1,10 +1,10 @@
 """A request on decode workers: on one, or, while it moves, on two, the second of which follows the first.
 
     current    | ------ asks to be left ------ left
-    follower                 | blocks, tokens --- takes over, is current -->
+    target                   | blocks, tokens --- takes over, is current -->
 
 A worker asks to be left when it drains, is full, or has more to do than others. While no other worker can take the
-request, it stays. A follower that fails is given up; a current one that is lost is replaced by a follower that runs.
+request, it stays. A target that fails is given up; a current worker that is lost is replaced by a target that runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdserve.v1 import decode_pb2
 from router_svc.records.migration import MigrationOutcome
 from router_svc.request.calls import DecodeCall, DecodeFailed, decode_call
 from router_svc.request.decode_attempt import DecodeAttempt
-from router_svc.request.follower import Follower
+from router_svc.request.migration.target import MigrationTarget
 from router_svc.request.running_prompt import RunningPrompt
 from router_svc.routing.incarnation import Incarnation, incarnation_of
 from router_svc.routing.placement import Placement
@@ -31,13 +31,14 @@ _ALWAYS = 2**32 - 1
 
 
 @dataclass(slots=True, eq=False)
-class _Stay:
+class _WorkerRun:
     """The request on one worker."""
 
     placement: Placement
     #: Set once the call is open.
     call: DecodeCall | None = None
-    follower: Follower | None = None
+    #: Where it follows another one, what passes tokens on and takes over.
+    target: MigrationTarget | None = None
     #: The error that ended it; None if every choice is complete.
     task: asyncio.Task[DecodeFailed | PdserveError | None] = field(init=False)
 
@@ -53,7 +54,7 @@ class MigratingRun:
         self._placer = prompt.placer
         #: Set at each event that may call for a step.
         self._changed = asyncio.Event()
-        self._follower: _Stay | None = None
+        self._next_run: _WorkerRun | None = None
         #: Why the request moves.
         self._reason = ""
         self._num_moves = 0
@@ -67,22 +68,24 @@ class MigratingRun:
     async def run(self, start: decode_pb2.DecodeStart) -> None:
         """Returns when every choice is complete. Raises `DecodeFailed`, or an error for the client."""
         async with asyncio.TaskGroup() as tasks:
-            stay = _Stay(self.placement)
+            worker_run = _WorkerRun(self.placement)
 
             async def attempt(call: DecodeCall) -> None:
                 await DecodeAttempt(self._prompt, call).run(start)
 
-            self._serve(tasks, stay, attempt)
-            error = await self._supervise(tasks, stay)
-            if self._follower is not None:
-                self._follower.task.cancel()
+            self._serve(tasks, worker_run, attempt)
+            error = await self._supervise(tasks, worker_run)
+            if self._next_run is not None:
+                self._next_run.task.cancel()
         # Not raised within: the group would make a group of it.
         if error is not None:
             raise error
 
-    def _serve(self, tasks: asyncio.TaskGroup, stay: _Stay, run: Callable[[DecodeCall], Awaitable[None]]) -> None:
-        """Opens a call to the stay's worker, in a task that ends with the error of `run`, if any."""
-        worker, counted = stay.placement.worker, contextlib.ExitStack()
+    def _serve(
+        self, tasks: asyncio.TaskGroup, worker_run: _WorkerRun, run: Callable[[DecodeCall], Awaitable[None]]
+    ) -> None:
+        """Opens a call to its worker, in a task that ends with the error of `run`, if any."""
+        worker, counted = worker_run.placement.worker, contextlib.ExitStack()
         # From now on, not from the task's first turn: other requests are placed before that.
         sequences = self._prompt.generation.sampling.n
         counted.enter_context(self._cluster.in_flight.decoding(worker.worker_id, sequences))
@@ -90,59 +93,59 @@ class MigratingRun:
         async def serve() -> DecodeFailed | PdserveError | None:
             try:
                 async with decode_call(worker, self._cluster.streams) as call:
-                    stay.call, call.on_wanted = call, self._changed.set
+                    worker_run.call, call.on_wanted = call, self._changed.set
                     await run(call)
             except (DecodeFailed, PdserveError) as error:
                 return error
             return None
 
-        stay.task = tasks.create_task(serve(), name=f"decode on {worker.worker_id}")
+        worker_run.task = tasks.create_task(serve(), name=f"decode on {worker.worker_id}")
 
         def ended(_: object) -> None:
             counted.close()
             self._changed.set()
 
-        stay.task.add_done_callback(ended)
+        worker_run.task.add_done_callback(ended)
 
-    async def _supervise(self, tasks: asyncio.TaskGroup, current: _Stay) -> DecodeFailed | PdserveError | None:
+    async def _supervise(self, tasks: asyncio.TaskGroup, current: _WorkerRun) -> DecodeFailed | PdserveError | None:
         """Returns the error with which the request has ended here, or None when every choice is complete."""
         while True:
             await self._change()
             await self._name_replica(current)
-            follower = self._follower
-            if follower is not None and follower.follower is not None and follower.follower.has_caught_up:
+            next_run = self._next_run
+            if next_run is not None and next_run.target is not None and next_run.target.has_caught_up:
                 # Not cancelled: what it delivers at the moment reaches the client.
                 assert current.call is not None
                 current.call.close()
-                current = self._switch(follower, MigrationOutcome.MOVED)
+                current = self._switch(next_run, MigrationOutcome.MOVED)
             elif current.task.done():
                 error = current.task.result()
-                if error is None or follower is None or not _runs(follower):
-                    if error is not None and follower is not None:
+                if error is None or next_run is None or not _runs(next_run):
+                    if error is not None and next_run is not None:
                         self._journal.moved(MigrationOutcome.FAILED, error=_cause(error))
                     return error
-                assert follower.follower is not None
-                await follower.follower.take_over()
+                assert next_run.target is not None
+                await next_run.target.take_over()
                 if (fatal := await self._noted(error)) is not None:
                     return fatal
-                current = self._switch(follower, MigrationOutcome.SOURCE_LOST)
-            elif follower is None:
+                current = self._switch(next_run, MigrationOutcome.SOURCE_LOST)
+            elif next_run is None:
                 self._consider(tasks, current)
-            elif follower.task.done():
-                if (error := follower.task.result()) is None:
+            elif next_run.task.done():
+                if (error := next_run.task.result()) is None:
                     return None
-                if (fatal := await self._give_up(follower, error)) is not None:
+                if (fatal := await self._give_up(next_run, error)) is not None:
                     return fatal
 
     async def _change(self) -> None:
         """Returns at the next event, or when a move may be tried again."""
-        until = self._next_try_at if self._next_try_at and self._follower is None else None
+        until = self._next_try_at if self._next_try_at and self._next_run is None else None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._changed.wait()
         self._changed.clear()
 
-    async def _name_replica(self, current: _Stay) -> None:
+    async def _name_replica(self, current: _WorkerRun) -> None:
         """If the current worker wants to know where to copy the request's blocks, says so. It asks again if it must."""
         call, placer = current.call, self._placer
         if call is None or call.replica_wanted is None:
@@ -160,7 +163,7 @@ class MigratingRun:
         await call.send(decode_pb2.DecodeRequest(replicate_to=replicate_to))
 
     # Moves.
-    def _consider(self, tasks: asyncio.TaskGroup, current: _Stay) -> None:
+    def _consider(self, tasks: asyncio.TaskGroup, current: _WorkerRun) -> None:
         """Starts a move if the current worker asks for one and another worker can take the request."""
         now = asyncio.get_running_loop().time()
         call = current.call
@@ -182,43 +185,43 @@ class MigratingRun:
             # It asks again when it still has to.
             call.leave_reason, self._next_try_at = "", 0.0
 
-    def _start(self, tasks: asyncio.TaskGroup, current: _Stay, target: Placement) -> None:
+    def _start(self, tasks: asyncio.TaskGroup, current: _WorkerRun, target: Placement) -> None:
         source = current.call
         assert source is not None
         has_output = len(self._prompt.output.continuation) == self._prompt.generation.sampling.n
         is_copied = self._may_copy and has_output and target.worker.layout.windows == (None,)
         trace = self._journal.moves(self._reason, current.placement.worker, target, is_copied=is_copied)
         start = self._prompt.messages.decode(0 if is_copied else _ALWAYS, trace, is_moving=is_copied)
-        stay = self._follower = _Stay(target)
+        worker_run = self._next_run = _WorkerRun(target)
         self._num_moves += 1
         number = self._num_moves
 
         async def follow(call: DecodeCall) -> None:
-            stay.follower = Follower(self._prompt, source, call, self._changed.set, number=number)
-            source.on_handed_off = stay.follower.handed_off
-            await stay.follower.run(start)
+            worker_run.target = MigrationTarget(self._prompt, source, call, self._changed.set, number=number)
+            source.on_handed_off = worker_run.target.handed_off
+            await worker_run.target.run(start)
 
-        self._serve(tasks, stay, follow)
+        self._serve(tasks, worker_run, follow)
 
-    def _switch(self, follower: _Stay, outcome: MigrationOutcome) -> _Stay:
-        """The follower is the current worker from now on."""
-        assert follower.follower is not None
-        self._journal.moved(outcome, sent_blocks=follower.follower.sent_blocks)
-        self.placement, self._follower = follower.placement, None
+    def _switch(self, next_run: _WorkerRun, outcome: MigrationOutcome) -> _WorkerRun:
+        """The target is the current worker from now on."""
+        assert next_run.target is not None
+        self._journal.moved(outcome, sent_blocks=next_run.target.sent_blocks)
+        self.placement, self._next_run = next_run.placement, None
         self._failed.clear()
         self._may_copy, self._retry_s, self._next_try_at = True, _RETRY_S, 0.0
         self._changed.set()  # It may ask to be left already.
-        return follower
+        return next_run
 
-    async def _give_up(self, follower: _Stay, error: DecodeFailed | PdserveError) -> PdserveError | None:
+    async def _give_up(self, next_run: _WorkerRun, error: DecodeFailed | PdserveError) -> PdserveError | None:
         """The request stays where it is. Returns an error that ends it, if this was one loss too many."""
-        self._follower = None
+        self._next_run = None
         self._journal.moved(MigrationOutcome.FAILED, error=_cause(error))
-        fault = error.worker if isinstance(error, DecodeFailed) else follower.placement.worker
-        if self._may_copy and incarnation_of(fault) != follower.placement.incarnation:
+        fault = error.worker if isinstance(error, DecodeFailed) else next_run.placement.worker
+        if self._may_copy and incarnation_of(fault) != next_run.placement.incarnation:
             self._may_copy = False  # The source could not send: the target may compute.
         else:
-            self._failed.add(follower.placement.incarnation)
+            self._failed.add(next_run.placement.incarnation)
             self._may_copy = True
         self._next_try_at = asyncio.get_running_loop().time() + self._retry_s
         self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
@@ -239,6 +242,6 @@ def _cause(error: DecodeFailed | PdserveError) -> PdserveError:
     return error.error if isinstance(error, DecodeFailed) else error
 
 
-def _runs(follower: _Stay) -> bool:
-    """Whether the follower has the KV, so that it can go on without the worker that it follows."""
-    return follower.call is not None and follower.call.has_started and not follower.task.done()
+def _runs(next_run: _WorkerRun) -> bool:
+    """Whether it has the KV, so that it can go on without the worker that it follows."""
+    return next_run.call is not None and next_run.call.has_started and not next_run.task.done()

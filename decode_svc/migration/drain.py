@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from decode_svc.leaving import Leaving
-from decode_svc.moves import Moves
+from decode_svc.migration.drain_policy import DrainPolicy
+from decode_svc.migration.requests import MigratingRequests
 from decode_svc.session_events import SessionEvent
 from pdserve.base.errors import Draining
 from pdserve.v1 import decode_pb2 as pb
@@ -19,21 +19,21 @@ _CHECK_S = 0.1
 _REASON = "drain"
 
 
-class Emptying:
+class Drain:
     """At most one drain at a time; a new one replaces it. Belongs to the event loop."""
 
-    def __init__(self, worker: Worker, moves: Moves, inboxes: Inboxes[SessionEvent]) -> None:
+    def __init__(self, worker: Worker, migrating: MigratingRequests, inboxes: Inboxes[SessionEvent]) -> None:
         self._worker = worker
-        self._moves = moves
+        self._migrating = migrating
         self._inboxes = inboxes
-        self._leaving: Leaving | None = None
+        self._leaving: DrainPolicy | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self, within_s: float) -> None:
         """Requests that do not end within half of this time are asked to leave; with 0, all are, without haste."""
         if self._task is not None:
             self._task.cancel()
-        self._leaving = Leaving(_now() + within_s if within_s else None)
+        self._leaving = DrainPolicy(_now() + within_s if within_s else None)
         self._task = self._worker.tasks.start(self._run(self._leaving), name="drain")
 
     def stop(self) -> None:
@@ -46,16 +46,16 @@ class Emptying:
             self._inboxes.put(*attempt_id, pb.DecodeResponse(leave=withdrawn))
         self._task = self._leaving = None
 
-    async def _run(self, leaving: Leaving) -> None:
+    async def _run(self, leaving: DrainPolicy) -> None:
         # The step loop ends first, and with it all that could leave.
         with suppress(Draining):
             await self._empty(leaving)
 
-    async def _empty(self, leaving: Leaving) -> None:
-        for attempt_id in await self._worker.run(self._moves.waiting):
+    async def _empty(self, leaving: DrainPolicy) -> None:
+        for attempt_id in await self._worker.run(self._migrating.waiting):
             self._inboxes.put(*attempt_id, Failed(error=Draining("The worker drains. Retry on another one.")))
         while True:
-            tokens_left = await self._worker.run(self._moves.tokens_left)
+            tokens_left = await self._worker.run(self._migrating.tokens_left)
             for attempt_id in leaving.next(tokens_left, step_s=self._worker.steps.last_step_s, now=_now()):
                 self._inboxes.put(*attempt_id, pb.DecodeResponse(leave=pb.LeaveRequested(reason=_REASON)))
             await asyncio.sleep(_CHECK_S)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from decode_svc.relief import Relief, ReliefPolicy
+from decode_svc.migration.eviction import Eviction, EvictionPolicy
 from pdserve.base.ids import AttemptId, RequestId
 from pdserve.engine.step import Load, StepEvents
 from pdserve.worker.serve.inboxes import Inboxes
@@ -29,7 +29,7 @@ FULL = Load(
 
 
 def test_one_request_at_a_time_leaves_while_there_are_few_free_blocks_for_those_that_run() -> None:
-    policy = ReliefPolicy()
+    policy = EvictionPolicy()
     assert not policy.is_due(replace(FULL, free_blocks=6), 1.0)
     assert policy.is_due(FULL, 1.0)
     assert not policy.is_due(FULL, 1.1)
@@ -38,11 +38,11 @@ def test_one_request_at_a_time_leaves_while_there_are_few_free_blocks_for_those_
 
 def test_a_request_that_runs_alone_stays() -> None:
     """It gains nothing: a worker with all its blocks for one request is as good as another."""
-    assert not ReliefPolicy().is_due(replace(FULL, num_running=1, free_blocks=0), 1.0)
+    assert not EvictionPolicy().is_due(replace(FULL, num_running=1, free_blocks=0), 1.0)
 
 
 def test_the_youngest_that_does_not_end_soon_leaves_and_is_not_chosen_again_at_once() -> None:
-    policy, tokens_left = ReliefPolicy(), {OLD: 500, MIDDLE: 100, YOUNG: 100}
+    policy, tokens_left = EvictionPolicy(), {OLD: 500, MIDDLE: 100, YOUNG: 100}
     assert policy.choose(tokens_left, 1.0) == YOUNG
     assert policy.choose({**tokens_left, MIDDLE: 20}, 1.3) == OLD
     assert policy.choose({MIDDLE: 20, YOUNG: 100}, 1.6) is None
@@ -50,7 +50,7 @@ def test_the_youngest_that_does_not_end_soon_leaves_and_is_not_chosen_again_at_o
 
 
 def test_what_has_left_is_forgotten() -> None:
-    policy = ReliefPolicy()
+    policy = EvictionPolicy()
     assert policy.choose({OLD: 500}, 1.0) == OLD
     assert policy.choose({}, 1.1) is None
     assert policy.choose({OLD: 500}, 1.2) == OLD
@@ -58,19 +58,19 @@ def test_what_has_left_is_forgotten() -> None:
 
 async def test_a_preempted_request_may_leave_although_its_blocks_are_free_now() -> None:
     inboxes: Inboxes[Any] = Inboxes()
-    relief = Relief(worker=None, moves=None, inboxes=inboxes)  # type: ignore[arg-type]
+    eviction = Eviction(worker=None, migrating=None, inboxes=inboxes)  # type: ignore[arg-type]
     step: Any = SimpleNamespace(
         events=StepEvents(tier="decode", preempted=(YOUNG,)), load=replace(FULL, num_running=2, free_blocks=40)
     )
     async with inboxes.open(*YOUNG) as inbox:
-        relief.after_step(step)
+        eviction.after_step(step)
         event = await inbox.next()
     assert event.leave.reason == "full"
 
 
 def test_a_few_that_run_longest_leave_when_the_load_is_balanced() -> None:
     """No more sequences than are wanted, none that ends soon, and none twice."""
-    policy = ReliefPolicy()
+    policy = EvictionPolicy()
     names = [AttemptId(RequestId(f"r{index}"), 1) for index in range(6)]
     running = {name: (100 + index, 1) for index, name in enumerate(names)}
     running |= {OLD: (500, 3), YOUNG: (20, 1)}
@@ -83,10 +83,10 @@ def test_a_few_that_run_longest_leave_when_the_load_is_balanced() -> None:
 async def test_what_was_decided_of_an_older_attempt_reaches_no_newer_one() -> None:
     stale: list[str] = []
     inboxes: Inboxes[Any] = Inboxes(lambda kind, error: stale.append(kind))
-    relief = Relief(worker=None, moves=None, inboxes=inboxes)  # type: ignore[arg-type]
+    eviction = Eviction(worker=None, migrating=None, inboxes=inboxes)  # type: ignore[arg-type]
     load = replace(FULL, num_running=2, free_blocks=40)
     step: Any = SimpleNamespace(events=StepEvents(tier="decode", preempted=(YOUNG,)), load=load)
     async with inboxes.open(YOUNG.request_id, YOUNG.attempt + 1) as inbox:
-        relief.after_step(step)
+        eviction.after_step(step)
         assert await inbox.next(timeout_s=0.0) is None
     assert stale == ["event"]

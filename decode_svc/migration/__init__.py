@@ -1,0 +1,1 @@
+"""Requests that move from one decode worker to another while they run."""

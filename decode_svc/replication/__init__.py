@@ -1,0 +1,1 @@
+"""Copies of running requests' blocks at other decode workers, for when this one is lost."""

@@ -1,0 +1,1 @@
+"""A request on decode workers, and its moves from one to another while it runs."""
