@@ -19,9 +19,9 @@ from benchmarks import environment
 from benchmarks.result_files import write_results
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.sampling import SamplingParams
-from pdserve.base.seals import Purpose, Seals, receiver_name
-from pdserve.base.secret import new_secret, parse_secret
 from pdserve.base.wire import sampling_to_wire
+from pdserve.peers.seals import Purpose, Seals, receiver_name
+from pdserve.peers.secret import new_secret, parse_secret
 from pdserve.v1.common_pb2 import RequestRef
 from pdserve.v1.decode_pb2 import CommitRequest, DecodeStart, Ticket
 from pdserve.v1.prefill_pb2 import PrefillRequest

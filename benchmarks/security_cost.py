@@ -28,11 +28,11 @@ from pathlib import Path
 
 from benchmarks.environment import describe, heading
 from benchmarks.result_files import write_results
-from pdserve.base.secret import SECRET_VARIABLE, new_secret
 from pdserve.cli.bench.run import run_workload
 from pdserve.cli.bench.workload import BenchRequest, Target
 from pdserve.cli.cluster_secrets.certificates import peer_certificates
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.peers.secret import SECRET_VARIABLE, new_secret
 from router_svc.clients.keys import digest_of
 from tests.support.cluster import MODEL, Cluster, running_cluster
 

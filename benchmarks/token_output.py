@@ -35,9 +35,7 @@ from kernels.decoder import LayerListener
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
-from pdserve.base.rpc import serve_grpc
 from pdserve.base.sampling import SamplingParams
-from pdserve.base.streams import open_stream
 from pdserve.base.tasks import service_group
 from pdserve.base.wire import sampling_to_wire
 from pdserve.engine.block_pool import BlockPool
@@ -46,6 +44,8 @@ from pdserve.engine.runner import Runner
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.model.batch import Batch
+from pdserve.net.rpc import serve_grpc
+from pdserve.net.streams import open_stream
 from pdserve.v1 import common_pb2, decode_pb2
 from pdserve.worker.serve.metrics import WorkerMetrics
 from pdserve.worker.serve.worker import Worker

@@ -34,12 +34,12 @@ from kvtransfer.handover.reservation import Received
 from kvtransfer.handover.ticket import Ticket
 from pdserve.base.ids import Epoch, RequestId, TransferId, WorkerId
 from pdserve.base.layout import KvLayout
-from pdserve.base.rpc import trace_metadata
 from pdserve.base.sampling import SamplingParams
-from pdserve.base.tracing.context import parse_traceparent, traceparent_of
-from pdserve.base.tracing.export import BATCH
-from pdserve.base.tracing.otlp import OtlpExporter
-from pdserve.base.tracing.spans import NO_TRACER, Tracer
+from pdserve.base.trace_context import parse_traceparent, traceparent_of
+from pdserve.net.rpc import trace_metadata
+from pdserve.observe.tracing.export import BATCH
+from pdserve.observe.tracing.otlp import OtlpExporter
+from pdserve.observe.tracing.spans import NO_TRACER, Tracer
 from prefill_svc.spans import PromptTimes, PromptTrace
 from router_svc.api.request_span import request_span
 from router_svc.generation import Generation, TextRules

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.collector import importing
-from pdserve.base.service import run_service
+from pdserve.net.service import run_service
 
 
 async def _serve(config: DecodeConfig) -> None:

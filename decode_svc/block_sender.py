@@ -11,8 +11,8 @@ from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Commit, Ticket, commit_to_proto
 from kvtransfer.transport.own_sockets import Connection
 from pdserve.base.ids import BlockId, RequestId
-from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
-from pdserve.base.seals import Purpose, receiver_name
+from pdserve.net.rpc import ChannelPool, mapped_rpc_errors
+from pdserve.peers.seals import Purpose, receiver_name
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.v1 import decode_pb2_grpc as pb_grpc
 from pdserve.worker.serve.introducing import introduce

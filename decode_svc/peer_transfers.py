@@ -11,7 +11,7 @@ from decode_svc.replication.target import ReplicationTarget
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.session_events import SessionEvent
 from kvtransfer.handover.receiver import Receiver
-from pdserve.base.metrics import CounterSource
+from pdserve.observe.metrics import CounterSource
 from pdserve.worker.serve.inboxes import Inboxes
 from pdserve.worker.serve.worker import Worker
 

@@ -21,20 +21,20 @@ from decode_svc.session_events import ChoicesEnded, SessionEvent, Started
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import ReceiverIdentity
 from kvtransfer.handover.ticket import commit_from_proto
-from pdserve.base import rpc
-from pdserve.base.admin import bound_socket
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import LayoutMismatch, PdserveError, RequestError, StaleError, reason_of
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.logs import enter_request, get_logger
-from pdserve.base.seals import Purpose
-from pdserve.base.stream_server import serve_streams
-from pdserve.base.streams import MessageStream, PeerLeft
-from pdserve.base.tracing.context import parse_traceparent
-from pdserve.base.tracing.spans import Attribute
+from pdserve.base.trace_context import parse_traceparent
 from pdserve.base.wire import error_to_wire, sampling_from_wire
-from pdserve.base.workers import Tier
 from pdserve.engine.step import LayersWritten, StepOutput
+from pdserve.net import rpc
+from pdserve.net.admin import bound_socket
+from pdserve.net.stream_server import serve_streams
+from pdserve.net.streams import MessageStream, PeerLeft
+from pdserve.observe.tracing.spans import Attribute
+from pdserve.peers.seals import Purpose
+from pdserve.peers.workers import Tier
 from pdserve.v1 import common_pb2
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.v1 import decode_pb2_grpc as pb_grpc

@@ -27,9 +27,9 @@ from kvtransfer.handover.sealed_ticket import sealed_ticket
 from kvtransfer.handover.ticket import Commit, Ticket
 from pdserve.base.block_hash import HASH_KEY_BYTES
 from pdserve.base.errors import InvalidTransition, PdserveError, RequestError, StaleError
-from pdserve.base.streams import MessageStream, PeerLeft
 from pdserve.base.tasks import ServiceGroup, service_group
 from pdserve.engine.step import Grant, PrefillProgress, RequestTokens
+from pdserve.net.streams import MessageStream, PeerLeft
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Failed, Inbox
 from pdserve.worker.serve.worker import Worker

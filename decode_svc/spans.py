@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvtransfer.handover.reservation import Received
-from pdserve.base.tracing.context import TraceContext
-from pdserve.base.tracing.spans import NO_TRACER, Attribute, Span, SpanEvent, SpanKind, Tracer, unix_offset_s
+from pdserve.base.trace_context import TraceContext
+from pdserve.observe.tracing.spans import NO_TRACER, Attribute, Span, SpanEvent, SpanKind, Tracer, unix_offset_s
 
 
 @dataclass(slots=True, kw_only=True)

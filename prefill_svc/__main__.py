@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.base.collector import importing
-from pdserve.base.service import run_service
+from pdserve.net.service import run_service
 from prefill_svc.config import PrefillConfig
 
 

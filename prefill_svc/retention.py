@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import AttemptId, BlockHash
-from pdserve.base.streams import PeerLeft
 from pdserve.engine.block_pool import BlockPool
+from pdserve.net.streams import PeerLeft
 from pdserve.worker.serve.inboxes import Inbox, Inboxes
 from pdserve.worker.serve.worker import Worker
 from prefill_svc.session import GaveWay, PromptEvent

@@ -13,17 +13,17 @@ from kvtransfer.handover.sealed_ticket import opened_ticket
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport.own_sockets import Connection
-from pdserve.base import rpc
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import Draining, PdserveError, RequestError, reason_of
-from pdserve.base.grpc_server import whole_writes
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.logs import enter_request, get_logger
-from pdserve.base.seals import Purpose
-from pdserve.base.tracing.spans import Attribute
 from pdserve.base.wire import pooling_from_wire, sampling_from_wire
-from pdserve.base.workers import Tier
 from pdserve.engine.step import LayersWritten, PromptEmbedding, PromptScores, RequestTokens, StepOutput
+from pdserve.net import rpc
+from pdserve.net.grpc_server import whole_writes
+from pdserve.observe.tracing.spans import Attribute
+from pdserve.peers.seals import Purpose
+from pdserve.peers.workers import Tier
 from pdserve.v1 import common_pb2
 from pdserve.v1 import prefill_pb2 as pb
 from pdserve.v1 import prefill_pb2_grpc as pb_grpc

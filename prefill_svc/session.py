@@ -13,11 +13,11 @@ from kvtransfer.handover.outgoing import SendStats
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Commit, Ticket, commit_to_proto
 from pdserve.base.ids import BlockTables, RequestId
-from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
 from pdserve.base.sampling import ChoiceTokens
-from pdserve.base.seals import Purpose, receiver_name
 from pdserve.base.wire import tokens_to_wire
 from pdserve.engine.step import LayersWritten, PrefillProgress, PromptEmbedding, PromptScores, RequestTokens
+from pdserve.net.rpc import ChannelPool, mapped_rpc_errors
+from pdserve.peers.seals import Purpose, receiver_name
 from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from pdserve.v1 import prefill_pb2 as pb
 from pdserve.worker.serve.inboxes import Inbox

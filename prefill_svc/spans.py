@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from kvtransfer.handover.outgoing import SendStats
 from kvtransfer.handover.ticket import Ticket
-from pdserve.base.tracing.context import TraceContext
-from pdserve.base.tracing.spans import Attribute, Span, SpanEvent, SpanKind, Tracer, unix_offset_s
+from pdserve.base.trace_context import TraceContext
+from pdserve.observe.tracing.spans import Attribute, Span, SpanEvent, SpanKind, Tracer, unix_offset_s
 
 #: Later chunks have no events.
 MAX_CHUNKS = 256

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.base.service import run_service
+from pdserve.net.service import run_service
 from router_svc.config import RouterConfig
 from router_svc.process import serve
 

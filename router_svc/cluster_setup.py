@@ -7,15 +7,14 @@ from dataclasses import replace
 from functools import partial
 
 from kvtransfer.index.prefix_mirror import PrefixMirror
-from pdserve.base.deaths import requests_of_death
-from pdserve.base.peer_tls import peer_tls
-from pdserve.base.registry import WorkerDirectory
-from pdserve.base.rpc import ChannelPool
-from pdserve.base.seals import Seals
-from pdserve.base.secret import read_secret
-from pdserve.base.store import Store
-from pdserve.base.stream_pool import StreamPool
 from pdserve.model.revision import revision_of
+from pdserve.net.rpc import ChannelPool
+from pdserve.peers.deaths import requests_of_death
+from pdserve.peers.peer_tls import peer_tls
+from pdserve.peers.registry import WorkerDirectory
+from pdserve.peers.seals import Seals
+from pdserve.peers.secret import read_secret
+from pdserve.redis.store import Store
 from pdserve.v1.decode_pb2 import DecodeResponse
 from router_svc.api.models import ModelBackend, Models
 from router_svc.api.served_model import ServedModel
@@ -27,6 +26,7 @@ from router_svc.routing.cluster import Cluster, RoutingPolicy
 from router_svc.routing.role_orders import order_roles
 from router_svc.routing.role_policy import RolePolicy
 from router_svc.routing.silence import SilenceLimits
+from router_svc.routing.stream_pool import StreamPool
 from router_svc.routing.timeouts import TimeoutLimits
 
 

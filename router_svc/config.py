@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.base.config import option, parse_bytes, repeated_option, words_option
-from pdserve.base.hosts import parse_names, parse_origins
 from pdserve.base.model_names import models_by_alias, models_by_name
-from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
 from pdserve.base.shared_options import ServiceOptions, same_option
+from pdserve.net.hosts import parse_names, parse_origins
+from pdserve.redis.redis_keys import DEFAULT_PREFIX, parse_prefix
 from router_svc.message_formats import AUTO, FORMAT_NAMES, NONE
 
 LOCAL_PREFILL = ("auto", "threshold")

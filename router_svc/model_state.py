@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from pdserve.base.admin import Health
-from pdserve.base.metrics import GaugeSource
+from pdserve.net.admin import Health
+from pdserve.observe.metrics import GaugeSource
 from router_svc.api.models import ModelBackend, Models
 from router_svc.config import RouterConfig
 from router_svc.routing.backlog import prefill_backlog_s

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pdserve.base import audit, notify
-from pdserve.base.admin import Health
 from pdserve.base.collector import exempt_all
 from pdserve.base.logs import get_logger
-from pdserve.base.secret import read_secret
-from pdserve.base.store import Store
 from pdserve.base.tasks import stop_event_on_signals
-from pdserve.base.tracing.setup import tracing
+from pdserve.net import notify
+from pdserve.net.admin import Health
+from pdserve.observe import audit
+from pdserve.observe.tracing.setup import tracing
+from pdserve.peers.secret import read_secret
+from pdserve.redis.store import Store
 from router_svc.api.served_model import ServedModel
 from router_svc.config import RouterConfig
 from router_svc.service import Router

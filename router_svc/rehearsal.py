@@ -13,7 +13,7 @@ from pdserve.base.errors import PdserveError
 from pdserve.base.ids import RequestId
 from pdserve.base.logs import get_logger
 from pdserve.base.sampling import SamplingParams
-from pdserve.base.store import Store
+from pdserve.redis.store import Store
 from router_svc.generation import Generation, TextRules
 from router_svc.records.metrics import RouterMetrics
 from router_svc.records.recent_records import RecentRecords

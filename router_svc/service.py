@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from kvtransfer.index.prefix_mirror import PrefixMirror
-from pdserve.base.admin import Health
-from pdserve.base.audit import Refusals
-from pdserve.base.clock_skew import ClockSkew
 from pdserve.base.logs import get_logger
-from pdserve.base.metrics import CounterSource, GaugeSource
-from pdserve.base.rpc import GrpcHealth, serve_grpc_at
-from pdserve.base.store import Store
 from pdserve.base.tasks import ServiceGroup, service_group
-from pdserve.base.tracing.setup import span_counters
-from pdserve.base.tracing.spans import NO_TRACER, Tracer
+from pdserve.net.admin import Health
+from pdserve.net.rpc import GrpcHealth, serve_grpc_at
+from pdserve.observe.audit import Refusals
+from pdserve.observe.metrics import CounterSource, GaugeSource
+from pdserve.observe.tracing.setup import span_counters
+from pdserve.observe.tracing.spans import NO_TRACER, Tracer
+from pdserve.redis.clock_skew import ClockSkew
+from pdserve.redis.store import Store
 from router_svc.api.batches.backend import BatchesBackend
 from router_svc.api.batches.batches_api import BatchesApi
 from router_svc.api.cancel_api import CancelApi

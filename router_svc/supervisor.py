@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from pdserve.base import notify
+from pdserve.net import notify
 from router_svc.routing.cluster import Cluster
 
 NO_DECODE_WORKER = "no decode worker is ready"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.collector import importing
-from pdserve.base.service import run_service
-from pdserve.base.workers import Tier
+from pdserve.net.service import run_service
+from pdserve.peers.workers import Tier
 
 
 def run(tier: Tier) -> None:

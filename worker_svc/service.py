@@ -9,10 +9,10 @@ import grpc
 from decode_svc.config import DecodeConfig
 from decode_svc.service import DecodeService
 from pdserve.base.errors import PdserveError, SetupError
-from pdserve.base.workers import Tier
 from pdserve.engine.running import RunningLimits
 from pdserve.engine.shared import SharedScheduler
 from pdserve.engine.step import LayersWritten, StepOutput
+from pdserve.peers.workers import Tier
 from pdserve.worker.serve.worker import TierService, Worker
 from prefill_svc.service import PrefillService
 

@@ -15,9 +15,9 @@ from pdserve.base.addresses import is_host_port
 from pdserve.base.errors import Draining, NoFreeBlocks, PdserveError, RequestError, reason_of
 from pdserve.base.ids import AttemptId, Epoch, RequestId, WorkerId
 from pdserve.base.logs import get_logger
-from pdserve.base.rpc import mapped_rpc_errors
-from pdserve.base.seals import Purpose, receiver_name
 from pdserve.engine.step import StepOutput
+from pdserve.net.rpc import mapped_rpc_errors
+from pdserve.peers.seals import Purpose, receiver_name
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.v1 import decode_pb2_grpc as pb_grpc
 from pdserve.worker.serve.inboxes import Inboxes

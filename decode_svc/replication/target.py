@@ -14,7 +14,7 @@ from pdserve.base.block_hash import HASH_BYTES
 from pdserve.base.errors import Draining, PdserveError, RequestError, StaleError
 from pdserve.base.ids import BlockHash, BlockId, RequestId
 from pdserve.base.logs import get_logger
-from pdserve.base.seals import Purpose
+from pdserve.peers.seals import Purpose
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.worker import Worker
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvtransfer.transport import Peer, Transport
-from pdserve.base.connection_pool import ConnectionPool
 from pdserve.base.errors import TransferTimeout
+from pdserve.net.connection_pool import ConnectionPool
 
 
 class PeerTable:

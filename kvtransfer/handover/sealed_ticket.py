@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtransfer.handover.ticket import Ticket, ticket_from_proto, ticket_to_proto
 from pdserve.base.ids import RequestId
-from pdserve.base.seals import Purpose, Seals
+from pdserve.peers.seals import Purpose, Seals
 from pdserve.v1 import decode_pb2
 
 # A ticket has no receiver yet, and a request is sealed around it: what bounds its reuse is that the decode worker

@@ -16,7 +16,7 @@ from pdserve.base.errors import DigestMismatch, RequestError
 from pdserve.base.ids import Epoch, RequestId, TransferId, WorkerId
 from pdserve.base.layout import KvLayout, first_block_read
 from pdserve.base.layout_wire import MAX_BLOCK_BYTES, layout_from_proto, layout_to_proto
-from pdserve.base.tracing.context import TraceContext, parse_traceparent, traceparent_of
+from pdserve.base.trace_context import TraceContext, parse_traceparent, traceparent_of
 from pdserve.v1 import common_pb2, decode_pb2
 
 KEY_BYTES = 32

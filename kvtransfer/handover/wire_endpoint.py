@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtransfer.transport.path import PATHS, DataEndpoint
 from pdserve.base.errors import RequestError
-from pdserve.base.facts.wire import host_from_proto, host_to_proto
+from pdserve.observe.facts.wire import host_from_proto, host_to_proto
 from pdserve.v1 import decode_pb2
 
 #: Limits on what a peer may claim.

@@ -11,8 +11,8 @@ from kvtransfer.index.kv_log import MAX_BATCH, KvEventBatch, KvLog
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import BlockHash, Epoch, WorkerId
 from pdserve.base.logs import get_logger
-from pdserve.base.store import Store
 from pdserve.base.tasks import run_to_completion
+from pdserve.redis.store import Store
 
 log = get_logger(__name__)
 

@@ -19,7 +19,7 @@ from kvtransfer.index.prefix_index import KvEvent, KvEventKind
 from pdserve.base.block_hash import HASH_BYTES
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import BlockHash, Epoch, WorkerId
-from pdserve.base.store import Argument, Reply, Store, as_bytes, as_fields, as_list, script_command
+from pdserve.redis.store import Argument, Reply, Store, as_bytes, as_fields, as_list, script_command
 
 BLOCKS_KEY = "blocks:"
 WORKERS_KEY = "kv-workers"

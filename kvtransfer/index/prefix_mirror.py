@@ -12,8 +12,8 @@ from pdserve.base.changes import Changes
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import BlockHash, Epoch, WorkerId
 from pdserve.base.logs import get_logger
-from pdserve.base.metrics import CounterSource
-from pdserve.base.store import Store
+from pdserve.observe.metrics import CounterSource
+from pdserve.redis.store import Store
 
 log = get_logger(__name__)
 

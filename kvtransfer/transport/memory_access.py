@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from kvtransfer.transport.path import MemoryAccess
-from pdserve.base.host_identity import HostIdentity
-from pdserve.base.process_memory import ptrace_scope, read_refusal
+from pdserve.observe.process_memory import ptrace_scope, read_refusal
+from pdserve.peers.host_identity import HostIdentity
 
 
 def memory_access(own: HostIdentity, peer: HostIdentity) -> MemoryAccess:

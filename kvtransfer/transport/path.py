@@ -6,8 +6,8 @@ import errno
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from pdserve.base.host_identity import HostIdentity
-from pdserve.base.process_memory import scope_refuses
+from pdserve.observe.process_memory import scope_refuses
+from pdserve.peers.host_identity import HostIdentity
 
 CUDA_IPC, CMA, SHM, RDMA, TCP = "cuda_ipc", "cma", "shm", "rdma", "tcp"
 #: Values of `TransportPath.expected` and `TransportPath.actual`, fastest first.

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from kvtransfer.transport.own_sockets import TcpSocket, duplicate
 from pdserve.base.errors import SetupError
-from pdserve.base.tcp_filter import SO_ATTACH_FILTER, SO_DETACH_FILTER
+from pdserve.peers.tcp_filter import SO_ATTACH_FILTER, SO_DETACH_FILTER
 
 #: A classic BPF program. It sees a segment from its TCP header on, and keeps the segment if nothing follows the header.
 _PROGRAM = (
@@ -39,7 +39,7 @@ _READ_AT_ONCE = 1 << 16
 def shut(each: TcpSocket) -> None:
     """Drops whatever data comes to this socket, or waits in it. Connections inherit that from a listening socket.
 
-    Raises: SetupError when the kernel refuses it, which `pdserve.base.tcp_filter.filter_refusal` finds out before.
+    Raises: SetupError when the kernel refuses it, which `pdserve.peers.tcp_filter.filter_refusal` finds out before.
     """
     with _handle(each) as handle:
         if handle is None:

@@ -28,7 +28,7 @@ from kvtransfer.transport.ucx_options import options_for
 from kvtransfer.transport.ucx_worker import UcxPeer, UcxWorker, own_peer
 from pdserve.base.errors import PdserveError, PeerLost, SetupError, TransferError
 from pdserve.base.logs import get_logger
-from pdserve.base.open_files import SpareFiles
+from pdserve.observe.open_files import SpareFiles
 
 log = get_logger(__name__)
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from pdserve.base.tracing.context import TraceContext
+from pdserve.base.trace_context import TraceContext
 
 #: Id of the request being handled; added to every line logged meanwhile.
 request_id_var: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pdserve.base.byte_sizes import binary_size
 from pdserve.base.errors import SetupError
 from pdserve.base.model_names import models_by_alias, models_by_name
+from pdserve.cli.byte_sizes import binary_size
 from pdserve.cli.placement import (
     MIN_KV_BYTES,
     CoreShare,

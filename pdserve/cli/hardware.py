@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from pdserve.base.config import variable
-from pdserve.base.machine import available_cores, available_memory_bytes
 from pdserve.cli.placement import Hardware
+from pdserve.observe.machine import available_cores, available_memory_bytes
 
 
 def available_hardware() -> Hardware:

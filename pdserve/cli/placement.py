@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pdserve.base.errors import SetupError
-from pdserve.base.machine import Cores
+from pdserve.observe.machine import Cores
 
 _MIB = 1024**2
 #: A worker's KV cache, as far as `pdserve up` decides its size.

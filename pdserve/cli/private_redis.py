@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pdserve.base.errors import SetupError
-from pdserve.base.store import Store, is_reachable
+from pdserve.redis.store import Store, is_reachable
 
 DEFAULT_MEMORY_BYTES = 256 * 1024 * 1024
 START_TIMEOUT_S = 10.0

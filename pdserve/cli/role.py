@@ -11,16 +11,16 @@ from typing import get_args
 from pdserve.base.config import load, option, positional
 from pdserve.base.errors import RequestError, SetupError, StaleError
 from pdserve.base.ids import Epoch, WorkerId
-from pdserve.base.peer_tls import PeerTls, peer_tls
-from pdserve.base.rpc import mapped_rpc_errors, open_channel
-from pdserve.base.seals import Purpose, Seals, receiver_name
-from pdserve.base.secret import read_secret
 from pdserve.base.shared_options import same_option
-from pdserve.base.workers import Tier
 from pdserve.cli.drain import DrainConfig, find_worker
 from pdserve.cli.router_client import get_model, normal_base_url
 from pdserve.cli.status import ClusterStatus, WorkerStatus
 from pdserve.cli.up_secret import secret_of_run
+from pdserve.net.rpc import mapped_rpc_errors, open_channel
+from pdserve.peers.peer_tls import PeerTls, peer_tls
+from pdserve.peers.seals import Purpose, Seals, receiver_name
+from pdserve.peers.secret import read_secret
+from pdserve.peers.workers import Tier
 from pdserve.v1 import diagnostics_pb2 as pb
 from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdserve import __version__
-from pdserve.base import notify
 from pdserve.base.config import child_environment, load
 from pdserve.base.errors import SetupError
 from pdserve.base.tasks import service_group
@@ -44,6 +43,7 @@ from pdserve.cli.up_secret import own_secret
 from pdserve.cli.vllm_flags import translate
 from pdserve.cli.weight_memory import private_weight_bytes
 from pdserve.cli.worker_forks import fork_server
+from pdserve.net import notify
 
 #: Grace of processes after a failed start: no request runs on them that could be lost.
 _FAILED_START_GRACE_S = 2.0

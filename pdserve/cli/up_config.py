@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import default_of, option, parse_bytes, repeated_option, words_option
-from pdserve.base.hosts import parse_names
 from pdserve.base.logs import FORMATS, LEVELS
-from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
 from pdserve.base.shared_options import same_option
+from pdserve.net.hosts import parse_names
+from pdserve.redis.redis_keys import DEFAULT_PREFIX, parse_prefix
 from pdserve.worker.config import (
     DTYPES,
     HANDOVER_MEMORIES,

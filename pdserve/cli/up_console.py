@@ -14,8 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.base import notify
-from pdserve.base.byte_sizes import binary_size
+from pdserve.cli.byte_sizes import binary_size
 from pdserve.cli.log_watch import LineBudget
 from pdserve.cli.placement import CoreShare, GpuShare
 from pdserve.cli.supervisor.spec import (
@@ -27,6 +26,7 @@ from pdserve.cli.supervisor.spec import (
     Stopped,
     Stopping,
 )
+from pdserve.net import notify
 
 
 class UpConsole:

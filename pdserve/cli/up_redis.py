@@ -6,11 +6,11 @@ from pathlib import Path
 
 from pdserve.base.config import child_environment
 from pdserve.base.errors import SetupError
-from pdserve.base.store import Store, is_reachable
 from pdserve.cli.cluster_plan import RedisPlan
 from pdserve.cli.private_redis import find_redis_server, server_argv, wait_until_ready
 from pdserve.cli.services import REDIS_STAGE
 from pdserve.cli.supervisor.spec import ProcessSpec
+from pdserve.redis.store import Store, is_reachable
 
 _REACH_TIMEOUT_S = 5.0
 

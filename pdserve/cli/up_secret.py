@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pdserve.base.secret import SECRET_VARIABLE, ClusterSecret, new_secret, parse_secret, read_secret
 from pdserve.cli.run_dir import private_directories
 from pdserve.cli.up_config import UpConfig
+from pdserve.peers.secret import SECRET_VARIABLE, ClusterSecret, new_secret, parse_secret, read_secret
 
 _FILE = "cluster-secret-{}"
 _LOCAL = ("127.0.0.1", "localhost", "::1")

@@ -8,7 +8,6 @@ from typing import Any
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import AttemptId, RequestId
 from pdserve.base.sampling import ChoiceTokens
-from pdserve.base.workers import Tier
 from pdserve.engine.block_pool import CacheEvents
 from pdserve.engine.sequence import SampleFailure
 from pdserve.engine.step import (
@@ -21,6 +20,7 @@ from pdserve.engine.step import (
     RequestTokens,
     StepEvents,
 )
+from pdserve.peers.workers import Tier
 
 
 @dataclass(slots=True, kw_only=True)

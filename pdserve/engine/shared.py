@@ -9,13 +9,13 @@ from collections.abc import Sequence as Items
 from typing import Protocol
 
 from pdserve.base.ids import RequestId, RouterId
-from pdserve.base.workers import Tier
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.pace import Pace
 from pdserve.engine.running import RunningLimits
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import SampleFailure, SampleResult
 from pdserve.engine.step import Load, StepEvents, StepPlan
+from pdserve.peers.workers import Tier
 
 
 class SharingScheduler(Scheduler, Protocol):

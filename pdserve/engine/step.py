@@ -9,11 +9,11 @@ from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import AttemptId, BlockId, BlockTables, RequestId, RouterId
 from pdserve.base.sampling import ChoiceTokens, TokenLogprobs
-from pdserve.base.workers import Tier
 from pdserve.engine.block_pool import CacheEvents
 from pdserve.engine.hidden_sum import HiddenSum
 from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import SampleRow, Sequence
+from pdserve.peers.workers import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

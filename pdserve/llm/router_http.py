@@ -13,7 +13,6 @@ from typing import Any
 import aiohttp
 
 from pdserve.base.api_key import KEY_VARIABLE, bearer
-from pdserve.base.dead_hosts import notice_dead_hosts
 from pdserve.base.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -27,6 +26,7 @@ from pdserve.base.errors import (
     all_codes,
 )
 from pdserve.llm.errors import PromptRefused
+from pdserve.net.dead_hosts import notice_dead_hosts
 
 _CONNECT_TIMEOUT_S = 10.0
 _LOST_AFTER_S = 30

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pdserve.base.addresses import parse_host, parse_worker_id
 from pdserve.base.config import option, parse_bytes, parse_ints
-from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
 from pdserve.base.shared_options import ServiceOptions, same_option
+from pdserve.redis.redis_keys import DEFAULT_PREFIX, parse_prefix
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FP8_KV = "fp8_e4m3"

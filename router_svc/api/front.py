@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from pdserve.base.admin import Health, bound_socket, metrics_routes, probe_routes, serve_http
-from pdserve.base.audit import Refusals
 from pdserve.base.errors import NotFound
-from pdserve.base.hosts import AllowedHosts
-from pdserve.base.tracing.spans import NO_TRACER, Tracer
+from pdserve.net.admin import Health, bound_socket, metrics_routes, probe_routes, serve_http
+from pdserve.net.hosts import AllowedHosts
+from pdserve.observe.audit import Refusals
+from pdserve.observe.tracing.spans import NO_TRACER, Tracer
 from router_svc.api.anthropic import errors as anthropic_errors
 from router_svc.api.anthropic.messages_api import add_request_id
 from router_svc.api.authentication import LimitHeaders, no_limit_headers

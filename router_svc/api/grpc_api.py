@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import grpc
 
-from pdserve.base.audit import Caller, Refusals
 from pdserve.base.errors import NotFound, RequestError
-from pdserve.base.rpc import GrpcPort, method, trace_of
 from pdserve.base.sampling import MAX_LOGPROBS
-from pdserve.base.tracing.spans import NO_TRACER, Tracer
+from pdserve.net.rpc import GrpcPort, method, trace_of
+from pdserve.observe.audit import Caller, Refusals
+from pdserve.observe.tracing.spans import NO_TRACER, Tracer
 from pdserve.v1 import inference_pb2 as pb
 from router_svc.api.authentication import LimitHeaders, caller_of_rpc, host_of, no_limit_headers
 from router_svc.api.body import CACHE_SALT, SamplingFields

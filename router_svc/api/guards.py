@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
-from pdserve.base.hosts import ANY, AllowedHosts
+from pdserve.net.hosts import ANY, AllowedHosts
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

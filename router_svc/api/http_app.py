@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from pdserve.base.audit import Refusals
 from pdserve.base.errors import PdserveError, RequestError
-from pdserve.base.hosts import AllowedHosts
-from pdserve.base.http_limits import bounded_headers
 from pdserve.base.logs import get_logger
-from pdserve.base.tracing.spans import NO_TRACER, Tracer
+from pdserve.net.hosts import AllowedHosts
+from pdserve.net.http_limits import bounded_headers
+from pdserve.observe.audit import Refusals
+from pdserve.observe.tracing.spans import NO_TRACER, Tracer
 from router_svc.api.authentication import LimitHeaders, add_limit_headers, authentication, no_limit_headers
 from router_svc.api.guards import add_cross_origin, known_hosts
 from router_svc.api.http_request import IDS, REQUEST_ID_HEADER, add_ignored_fields, caller_of

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from pdserve.base.audit import Caller
 from pdserve.base.errors import UnsupportedMediaType
+from pdserve.observe.audit import Caller
 from router_svc.api.body import Body
 from router_svc.api.ids import Ids, is_valid_id
 from router_svc.api.intake import Intake

@@ -14,8 +14,8 @@ from typing import TypeVar
 from aiohttp import hdrs, web
 
 from pdserve.base.errors import Overloaded, RequestError
-from pdserve.base.metrics import CounterSource
 from pdserve.base.tasks import in_turns
+from pdserve.observe.metrics import CounterSource
 from router_svc.api.body import Body
 from router_svc.api.parse import parse_body
 from router_svc.api.text_threads import TextThreads

@@ -8,7 +8,7 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict
 
 from pdserve.base.ids import WorkerId
-from pdserve.base.workers import Tier
+from pdserve.peers.workers import Tier
 from router_svc.api.console.load import TierLoad
 from router_svc.api.console.problems import Problem
 from router_svc.records.entries import ComputedChunk, Decision, Incident

@@ -12,8 +12,8 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from pdserve.base.errors import PdserveError, codes_of
-from pdserve.base.tracing.context import TRACEPARENT, TraceContext, parse_traceparent
-from pdserve.base.tracing.spans import Attribute, Span, SpanKind, Tracer
+from pdserve.base.trace_context import TRACEPARENT, TraceContext, parse_traceparent
+from pdserve.observe.tracing.spans import Attribute, Span, SpanKind, Tracer
 from router_svc.api.generations import CHAT, COMPLETIONS, MESSAGES, OLLAMA_CHAT, OLLAMA_GENERATE, RESPONSES
 
 #: Key of the span's context, within which the request is run. Absent without a trace.

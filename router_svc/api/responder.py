@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 from aiohttp import web
 
 from pdserve.base.errors import PdserveError
-from pdserve.base.secret import ClusterSecret
 from pdserve.model.tokenizer import Tokenizer
+from pdserve.peers.secret import ClusterSecret
 from router_svc.api.authentication import client_of
 from router_svc.api.body import GeneratingBody
 from router_svc.api.event_ids import EventIds

@@ -10,8 +10,8 @@ from pathlib import Path
 from pdserve.base.api_key import KEY_VARIABLE
 from pdserve.base.config import variable
 from pdserve.base.errors import Forbidden, SetupError, Unauthorized
-from pdserve.base.hosts import parse_names
 from pdserve.base.logs import get_logger
+from pdserve.net.hosts import parse_names
 from router_svc.clients.keys import ApiKey, KeyTable, flag_keys, parse_keys
 from router_svc.config import RouterConfig
 from router_svc.request.client import Client

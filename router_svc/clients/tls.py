@@ -10,7 +10,7 @@ import grpc
 
 from pdserve.base.errors import SetupError
 from pdserve.base.logs import get_logger
-from pdserve.base.replaced_tls import ReplacedContext
+from pdserve.peers.replaced_tls import ReplacedContext
 from router_svc.config import RouterConfig
 
 log = get_logger(__name__)

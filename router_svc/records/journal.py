@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from pdserve.base.errors import Cancelled, Displaced, EndedEarly, Overloaded, PdserveError, reason_of
 from pdserve.base.logs import get_logger
-from pdserve.base.tracing.context import TraceContext
-from pdserve.base.workers import WorkerRecord
+from pdserve.base.trace_context import TraceContext
+from pdserve.peers.workers import WorkerRecord
 from pdserve.v1 import decode_pb2, prefill_pb2
 from router_svc.records.metrics import RouterMetrics
 from router_svc.records.migration import Migration, MigrationOutcome

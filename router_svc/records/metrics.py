@@ -7,7 +7,6 @@ import time
 from collections.abc import Collection, Sequence
 
 from pdserve import __version__
-from pdserve.base.admin import Health
 from pdserve.base.errors import (
     Cancelled,
     CapacityError,
@@ -17,9 +16,9 @@ from pdserve.base.errors import (
     error_classes,
     reason_of_class,
 )
-from pdserve.base.exemplars import exemplar_labels
-from pdserve.base.loop_lag import LoopLag
-from pdserve.base.metrics import (
+from pdserve.base.sampling import FinishReason
+from pdserve.net.admin import Health
+from pdserve.observe.metrics import (
     PEER_MESSAGES_REFUSED,
     CounterReader,
     CounterSource,
@@ -29,9 +28,10 @@ from pdserve.base.metrics import (
     TokenHistogram,
     process_registry,
 )
-from pdserve.base.sampling import FinishReason
-from pdserve.base.seals import Refusal
+from pdserve.peers.seals import Refusal
+from router_svc.records.exemplars import exemplar_labels
 from router_svc.records.families import Families, TenantReader
+from router_svc.records.loop_lag import LoopLag
 from router_svc.records.migration_metrics import MigrationMetrics
 from router_svc.records.pause_metrics import PauseMetrics
 from router_svc.records.record import Record, TracePhase

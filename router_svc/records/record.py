@@ -47,8 +47,8 @@ from hashlib import sha256
 
 import pdserve
 from pdserve.base.ids import RequestId, WorkerId
-from pdserve.base.tracing.context import TraceContext
-from pdserve.base.workers import WorkerRecord
+from pdserve.base.trace_context import TraceContext
+from pdserve.peers.workers import WorkerRecord
 from router_svc.generation import Generation
 from router_svc.records.entries import ComputedChunk, Decision, Entries, Incident
 from router_svc.records.migration import Migration

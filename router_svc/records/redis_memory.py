@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from pdserve.base.errors import StoreError
-from pdserve.base.facts.redis import parse_info
-from pdserve.base.metrics import GaugeSource
-from pdserve.base.store import Store, as_bytes
+from pdserve.observe.facts.redis import parse_info
+from pdserve.observe.metrics import GaugeSource
+from pdserve.redis.store import Store, as_bytes
 
 
 class RedisMemory:

@@ -21,8 +21,8 @@ from pydantic_core import from_json
 from pdserve.base.errors import StaleAttempt, StoreError
 from pdserve.base.ids import RequestId, WorkerId
 from pdserve.base.logs import get_logger
-from pdserve.base.metrics import CounterSource
-from pdserve.base.store import Argument, Store, as_bytes, as_fields, as_list, script_command
+from pdserve.observe.metrics import CounterSource
+from pdserve.redis.store import Argument, Store, as_bytes, as_fields, as_list, script_command
 from router_svc.records.request_state import RequestProgress, RequestState, StateChange
 
 log = get_logger(__name__)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pdserve.base.tracing.context import TraceContext
-from pdserve.base.tracing.spans import NO_TRACER, Attribute, Span, SpanEvent, SpanKind, Tracer
+from pdserve.base.trace_context import TraceContext
+from pdserve.observe.tracing.spans import NO_TRACER, Attribute, Span, SpanEvent, SpanKind, Tracer
 from router_svc.records.entries import Decision, Entries, Incident
 from router_svc.records.record import Record, TracePhase
 from router_svc.records.request_state import RequestState

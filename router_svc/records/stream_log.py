@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pdserve.base.sampling import ChoiceTokens
-from pdserve.base.store import Argument
 from pdserve.base.tasks import in_turns
+from pdserve.redis.store import Argument
 from router_svc.records.resumable import (
     Charge,
     LoggedStep,

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from itertools import islice
 
 from pdserve.base.errors import NotFound, StoreError
-from pdserve.base.metrics import CounterSource
-from pdserve.base.store import Argument, Reply, Store, as_bytes, as_list
+from pdserve.observe.metrics import CounterSource
+from pdserve.redis.store import Argument, Reply, Store, as_bytes, as_list
 from router_svc.records.resumable import Charge, Resumable, request_from_bytes
 from router_svc.records.stream_log import (
     MAX_OUTPUT_BYTES,

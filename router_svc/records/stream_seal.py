@@ -12,7 +12,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from pdserve.base.errors import Unreadable
-from pdserve.base.secret import ClusterSecret
+from pdserve.peers.secret import ClusterSecret
 
 _PURPOSE = "stream_log"
 _PLAIN, _SEALED = b"\x00", b"\x01"

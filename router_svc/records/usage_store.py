@@ -18,8 +18,8 @@ from datetime import date, timedelta
 
 from pdserve.base.errors import StoreError, TooLarge
 from pdserve.base.logs import get_logger
-from pdserve.base.metrics import CounterSource
-from pdserve.base.store import Argument, Reply, Store, as_bytes, as_fields, as_list
+from pdserve.observe.metrics import CounterSource
+from pdserve.redis.store import Argument, Reply, Store, as_bytes, as_fields, as_list
 from router_svc.records.usage import Account, Batch, PendingUsage, Usage, UsageRow, day_of, days_beyond
 
 log = get_logger(__name__)

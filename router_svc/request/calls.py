@@ -10,17 +10,17 @@ from contextlib import asynccontextmanager
 import grpc
 
 from pdserve.base.errors import PdserveError, PeerLost, TransferTimeout
-from pdserve.base.rpc import mapped_rpc_errors, trace_metadata
-from pdserve.base.seals import Purpose
-from pdserve.base.stream_pool import StreamPool
-from pdserve.base.streams import MessageStream
-from pdserve.base.tracing.context import TraceContext
+from pdserve.base.trace_context import TraceContext
 from pdserve.base.wire import error_from_wire
-from pdserve.base.workers import WorkerRecord
+from pdserve.net.rpc import mapped_rpc_errors, trace_metadata
+from pdserve.net.streams import MessageStream
+from pdserve.peers.seals import Purpose
+from pdserve.peers.workers import WorkerRecord
 from pdserve.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
 from router_svc.request.reports import check_decode_event, check_prefill_event
 from router_svc.routing.cluster import Cluster
 from router_svc.routing.silence import SilenceLimits, means_hang
+from router_svc.routing.stream_pool import StreamPool
 
 
 class _Reported(Exception):

@@ -17,9 +17,9 @@ from pydantic_core import from_json
 
 from pdserve.base.errors import StoreError
 from pdserve.base.logs import get_logger
-from pdserve.base.secret import ClusterSecret
-from pdserve.base.store import Reply, Store, as_bytes, as_list
 from pdserve.base.tasks import ServiceGroup, service_group
+from pdserve.peers.secret import ClusterSecret
+from pdserve.redis.store import Reply, Store, as_bytes, as_list
 from router_svc.request.open_requests import OpenRequests
 
 log = get_logger(__name__)

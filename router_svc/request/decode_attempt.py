@@ -11,8 +11,8 @@ import asyncio
 from contextlib import ExitStack
 
 from pdserve.base.errors import NoFreeBlocks, NoWorkers, PdserveError, TransferError, TransferTimeout, reason_of
-from pdserve.base.seals import Purpose
-from pdserve.base.workers import WorkerRecord
+from pdserve.peers.seals import Purpose
+from pdserve.peers.workers import WorkerRecord
 from pdserve.v1 import decode_pb2
 from router_svc.request.calls import DecodeCall, DecodeFailed, is_reported
 from router_svc.request.failure import failure_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.base.errors import QuotaExceeded, RateLimited, StoreError
-from pdserve.base.store import Reply, as_bytes, as_list
+from pdserve.redis.store import Reply, as_bytes, as_list
 from router_svc.request.client import Client
 from router_svc.request.limits import Bucket, Limit, Limits, Verdict, full
 

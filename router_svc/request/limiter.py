@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from pdserve.base.errors import StoreError
-from pdserve.base.store import Argument, Store, as_bytes, script_command
+from pdserve.redis.store import Argument, Store, as_bytes, script_command
 from router_svc.request.client import Client
 from router_svc.request.limit_answers import refusal, too_many, verdict_of
 from router_svc.request.limit_scripts import ADOPT, RENEW, RESERVE, SETTLE

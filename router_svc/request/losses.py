@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from pdserve.base.errors import PdserveError
-from pdserve.base.workers import WorkerRecord
+from pdserve.peers.workers import WorkerRecord
 from router_svc.generation import Generation
 from router_svc.records.journal import Journal
 from router_svc.request.calls import is_gone, is_lost_in_call

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 from pdserve.base.errors import Cancelled, DeadlineExceeded, EndedEarly
 from pdserve.base.ids import RequestId
-from pdserve.base.tracing.context import TraceContext
+from pdserve.base.trace_context import TraceContext
 from router_svc.records.traces import ID_PREFIXES
 from router_svc.routing.timeouts import TIMEOUT_FIELD, TimeoutLimits
 

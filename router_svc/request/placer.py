@@ -8,7 +8,7 @@ from dataclasses import replace
 from pdserve.base.errors import Draining, PdserveError
 from pdserve.base.ids import WorkerId
 from pdserve.base.layout import KvLayout
-from pdserve.base.workers import Tier, WorkerRecord
+from pdserve.peers.workers import Tier, WorkerRecord
 from router_svc.generation import Generation
 from router_svc.request.calls import is_gone
 from router_svc.request.output import Output

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.base.tasks import in_turns
-from pdserve.base.workers import WorkerRecord
+from pdserve.peers.workers import WorkerRecord
 from router_svc.generation import Generation
 from router_svc.records.journal import Journal
 from router_svc.records.resumable import LoggedStep

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
 from pdserve.base.errors import Quarantined
-from pdserve.base.workers import Tier
+from pdserve.peers.workers import Tier
 from router_svc.generation import Generation
 
 #: Failures in company, after which the request runs in steps of its own, and failures there, after which it ends.

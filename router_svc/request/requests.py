@@ -11,9 +11,9 @@ from functools import partial
 
 from pdserve.base.errors import Draining, Forbidden, NoWorkers, Quarantined, RateLimited, RequestError
 from pdserve.base.tasks import ServiceGroup, in_turns, service_group
-from pdserve.base.tracing.context import TraceContext
-from pdserve.base.tracing.spans import NO_TRACER, Tracer
+from pdserve.base.trace_context import TraceContext
 from pdserve.model.tokenizer import Tokenizer
+from pdserve.observe.tracing.spans import NO_TRACER, Tracer
 from router_svc.generation import BATCH_PRIORITY, Generation
 from router_svc.records.journal import Journal
 from router_svc.records.metrics import RouterMetrics

@@ -24,7 +24,7 @@ import asyncio
 import contextlib
 
 from pdserve.base.errors import NoWorkers, PdserveError, RequestError, TransferError
-from pdserve.base.workers import WorkerRecord
+from pdserve.peers.workers import WorkerRecord
 from router_svc.request.calls import DecodeFailed, is_reported
 from router_svc.request.embedding import Embedding
 from router_svc.request.error_for_client import error_for_client

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from pdserve.base.errors import StoreError
-from pdserve.base.store import Argument, Reply, Store, as_bytes, as_list
+from pdserve.redis.store import Argument, Reply, Store, as_bytes, as_list
 from router_svc.request.quarantine import DIGEST_BYTES, MAX_REFUSED, REFUSED_S, Quarantine
 
 KEY = "refused"

@@ -7,8 +7,8 @@ import contextlib
 import random
 
 from pdserve.base.errors import PdserveError
-from pdserve.base.registry import RECORD_TTL_S
-from pdserve.base.workers import WorkerRecord
+from pdserve.peers.registry import RECORD_TTL_S
+from pdserve.peers.workers import WorkerRecord
 from router_svc.request.error_for_client import error_for_client
 from router_svc.request.placer import Placer
 from router_svc.request.recovery import Recovery

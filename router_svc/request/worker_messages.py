@@ -6,7 +6,7 @@ import time
 
 from pdserve.base.pooling import Pooling
 from pdserve.base.sampling import SamplingParams
-from pdserve.base.tracing.context import TraceContext, traceparent_of
+from pdserve.base.trace_context import TraceContext, traceparent_of
 from pdserve.base.wire import pooling_to_wire, sampling_to_wire
 from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2
 from router_svc.generation import Generation, is_best_effort

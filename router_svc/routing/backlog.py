@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.base.workers import WorkerRecord
+from pdserve.peers.workers import WorkerRecord
 
 
 def prefill_backlog_s(queued_tokens: int, workers: Sequence[WorkerRecord]) -> float | None:

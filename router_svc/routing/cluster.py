@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from pdserve.base.block_hash import hash_blocks, hash_key
 from pdserve.base.ids import BlockHash, Epoch, RequestId, WorkerId, new_router_id
 from pdserve.base.layout import KvLayout
-from pdserve.base.peer_tls import PeerTls
-from pdserve.base.registry import WorkerDirectory
-from pdserve.base.rpc import ChannelPool
-from pdserve.base.seals import Message, Purpose, Seals, receiver_name
-from pdserve.base.stream_pool import StreamPool
-from pdserve.base.workers import Tier, WorkerRecord
+from pdserve.net.rpc import ChannelPool
+from pdserve.peers.peer_tls import PeerTls
+from pdserve.peers.registry import WorkerDirectory
+from pdserve.peers.seals import Message, Purpose, Seals, receiver_name
+from pdserve.peers.workers import Tier, WorkerRecord
 from pdserve.v1.decode_pb2 import DecodeResponse
 from router_svc.routing.in_flight import InFlight
 from router_svc.routing.placement import Demand, uncached_tokens
 from router_svc.routing.silence import SilenceLimits
+from router_svc.routing.stream_pool import StreamPool
 from router_svc.routing.timeouts import TimeoutLimits
 
 TIERS: tuple[Tier, ...] = ("prefill", "decode")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pdserve.base.errors import NoWorkers
 from pdserve.base.layout import KvLayout
-from pdserve.base.workers import WorkerRecord
+from pdserve.peers.workers import WorkerRecord
 
 
 @dataclass(frozen=True, slots=True)

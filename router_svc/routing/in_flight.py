@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from pdserve.base.ids import RouterId, WorkerId
-from pdserve.base.workers import WorkerRecord
+from pdserve.peers.workers import WorkerRecord
 from router_svc.routing.incarnation import Incarnation, incarnation_of
 
 

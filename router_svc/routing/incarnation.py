@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.base.ids import Epoch, WorkerId
-from pdserve.base.workers import WorkerRecord
+from pdserve.peers.workers import WorkerRecord
 
 Incarnation = tuple[WorkerId, Epoch]
 

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pdserve.base.workers import WorkerLoad
+from pdserve.peers.workers import WorkerLoad
 from router_svc.routing.in_flight import InFlight
 from router_svc.routing.placement import Placement, num_sequences, queued_tokens
 

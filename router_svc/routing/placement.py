@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.base.ids import WorkerId
-from pdserve.base.workers import WorkerRecord
+from pdserve.peers.workers import WorkerRecord
 from router_svc.routing.in_flight import InFlight
 from router_svc.routing.incarnation import Incarnation, incarnation_of
 

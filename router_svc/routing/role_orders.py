@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from pdserve.base import audit
 from pdserve.base.errors import PdserveError
 from pdserve.base.logs import get_logger
-from pdserve.base.rpc import mapped_rpc_errors
-from pdserve.base.seals import Purpose
+from pdserve.net.rpc import mapped_rpc_errors
+from pdserve.observe import audit
+from pdserve.peers.seals import Purpose
 from pdserve.v1 import diagnostics_pb2 as pb
 from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc
 from router_svc.routing.cluster import TIERS, Cluster

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.base.workers import WorkerRecord
+from pdserve.peers.workers import WorkerRecord
 
 #: Keep-alives that may be late or lost in any case.
 _MISSED = 3

@@ -20,8 +20,8 @@ from weakref import WeakValueDictionary
 
 from pdserve.base.errors import SetupError, StoreError
 from pdserve.base.logs import get_logger
-from pdserve.base.metrics import GaugeSource
 from pdserve.base.tasks import run_to_completion
+from pdserve.observe.metrics import GaugeSource
 from router_svc.state.memory_events import MemoryEvents
 from router_svc.state.state_store import DELETED_TTL_S, MAX_RECORD_BYTES, EventBatch, Stage, require_size
 

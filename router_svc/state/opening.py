@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 from pdserve.base.errors import SetupError
-from pdserve.base.secret import ClusterSecret
-from pdserve.base.store import Store
+from pdserve.peers.secret import ClusterSecret
+from pdserve.redis.store import Store
 from router_svc.records.stream_seal import StreamSeal
 from router_svc.state.directory_state import DirectoryState
 from router_svc.state.redis_state import SUFFIX, RedisState

@@ -6,8 +6,8 @@ import zlib
 from collections.abc import Sequence
 
 from pdserve.base.errors import Unreadable
-from pdserve.base.metrics import GaugeSource
-from pdserve.base.store import Argument, Store, as_bytes, as_list
+from pdserve.observe.metrics import GaugeSource
+from pdserve.redis.store import Argument, Store, as_bytes, as_list
 from router_svc.records.redis_memory import StateMemory
 from router_svc.records.stream_seal import StreamSeal
 from router_svc.state.state_store import (

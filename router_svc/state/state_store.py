@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Protocol
 
 from pdserve.base.errors import TooLarge
-from pdserve.base.metrics import GaugeSource
+from pdserve.observe.metrics import GaugeSource
 
 #: A record, sealed and compressed. Larger ones are refused.
 MAX_RECORD_BYTES = 32 << 20

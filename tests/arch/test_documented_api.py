@@ -74,7 +74,7 @@ def test_ignored_and_refused_fields_are_documented(heading: str, names: set[str]
 
 def test_every_path_is_documented() -> None:
     route = re.compile(r'web\.(get|post|delete)\("([^"]+)"')
-    sources = [*(ROOT / "router_svc").rglob("*.py"), ROOT / "pdserve/base/admin.py"]
+    sources = [*(ROOT / "router_svc").rglob("*.py"), ROOT / "pdserve/net/admin.py"]
     found = {match for path in sources for match in route.findall(path.read_text(encoding="utf-8"))}
     # Rows of the table of endpoints.
     found |= {
@@ -113,7 +113,7 @@ def _sources(path: str) -> dict[str, str]:
                 "router_svc/records/request_store.py",
                 "router_svc/records/stream_logs.py",
                 "router_svc/records/redis_memory.py",
-                "pdserve/base/tracing/setup.py",
+                "pdserve/observe/tracing/setup.py",
             ),
         ),
         (
@@ -123,7 +123,7 @@ def _sources(path: str) -> dict[str, str]:
                 "decode_svc/peer_transfers.py",
                 "pdserve/worker/serve/announce.py",
                 "pdserve/worker/serve/step_metrics.py",
-                "pdserve/base/tracing/setup.py",
+                "pdserve/observe/tracing/setup.py",
             ),
         ),
     ],

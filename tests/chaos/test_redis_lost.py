@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from pdserve.base.registry import RECORD_TTL_S
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.peers.registry import RECORD_TTL_S
 from tests.support.cluster import MODEL, Cluster, running_cluster
 
 #: Pause of a client between two answers, which leaves the cores to other tests.

@@ -13,7 +13,7 @@ from pathlib import Path
 import promql_parser
 import yaml
 
-from pdserve.base.admin import Health
+from pdserve.net.admin import Health
 from pdserve.worker.serve.metrics import WorkerMetrics
 from router_svc.records.metrics import RouterMetrics
 

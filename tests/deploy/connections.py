@@ -16,15 +16,18 @@ CODE = {
 }
 #: Calls that open a connection to a process of the cluster, by the module that may make them.
 OPENERS = {
-    "pdserve/base/rpc.py": {"insecure_channel", "secure_channel"},
-    "pdserve/base/streams.py": {"create_connection"},
+    "pdserve/net/rpc.py": {"insecure_channel", "secure_channel"},
+    "pdserve/net/streams.py": {"create_connection"},
     "kvtransfer/transport/ucx.py": {"create_from_worker_address"},
     "kvtransfer/transport/torch_distributed/transport.py": {"create_connection"},
     "kvtransfer/transport/torch_distributed/pair_link.py": {"TCPStore"},
     # The far end of a socket pair that the process made itself.
     "pdserve/worker/ranks/processes.py": {"open_connection"},
 }
-_PACKAGES = ("router_svc", "prefill_svc", "decode_svc", "worker_svc", "kvtransfer", "pdserve/base", "pdserve/worker")
+_PACKAGES = (
+    *("router_svc", "prefill_svc", "decode_svc", "worker_svc", "kvtransfer"),
+    *(f"pdserve/{name}" for name in ("base", "redis", "peers", "observe", "net", "worker")),
+)
 
 
 @cache

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from pdserve.base.workers import TransportReport, WorkerLoad
+from pdserve.peers.workers import TransportReport, WorkerLoad
 from router_svc.records.entries import Decision
 from router_svc.records.request_state import RequestState
 from tests.support.browser import Browser, find_chromium, open_browser

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdserve import __version__
-from pdserve.base.admin import Health, health_routes
 from pdserve.cli.__main__ import COMMANDS
+from pdserve.net.admin import Health, health_routes
 from router_svc.config import RouterConfig
 from tests.deploy.manifests import (
     MONITORS,

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from pdserve.base.admin import bound_socket, serve_http
+from pdserve.net.admin import bound_socket, serve_http
 from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.reference.document import make_document
 from router_svc.api.reference.operations import OPERATIONS

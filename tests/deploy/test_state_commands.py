@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.errors import StoreError
-from pdserve.base.store import Store, as_bytes
 from pdserve.cli.private_redis import wait_until_ready
+from pdserve.redis.store import Store, as_bytes
 from tests.deploy.compose_files import BASE, load
 from tests.deploy.pods import container_of
 from tests.support.redis_processes import path_with_redis_server

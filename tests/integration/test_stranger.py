@@ -21,15 +21,15 @@ from kvtransfer.transport.own_sockets import Connection
 from kvtransfer.transport.ucx_address import pack_address
 from pdserve.base.errors import PeerRefused
 from pdserve.base.ids import Epoch, WorkerId
-from pdserve.base.rpc import mapped_rpc_errors, open_channel
 from pdserve.base.sampling import SamplingParams
-from pdserve.base.seals import Purpose, Seals, receiver_name
-from pdserve.base.secret import new_secret, parse_secret
-from pdserve.base.streams import open_stream
-from pdserve.base.tcp_filter import filter_refusal
 from pdserve.base.wire import error_from_wire, sampling_to_wire
 from pdserve.cli.doctor import DoctorConfig, diagnose
 from pdserve.cli.status import WorkerStatus
+from pdserve.net.rpc import mapped_rpc_errors, open_channel
+from pdserve.net.streams import open_stream
+from pdserve.peers.seals import Purpose, Seals, receiver_name
+from pdserve.peers.secret import new_secret, parse_secret
+from pdserve.peers.tcp_filter import filter_refusal
 from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc, diagnostics_pb2, diagnostics_pb2_grpc, prefill_pb2
 from pdserve.v1 import prefill_pb2_grpc as prefill_grpc
 from tests.support.cluster import MODEL, Cluster

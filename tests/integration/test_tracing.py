@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pdserve.base.tracing.context import TraceContext
-from pdserve.base.tracing.spans import Span
+from pdserve.base.trace_context import TraceContext
 from pdserve.cli.router_client import get_model
 from pdserve.cli.trace_view import RequestTrace
+from pdserve.observe.tracing.spans import Span
 from tests.support.cluster import MODEL, SETTLE_S, Cluster, running_cluster
 from tests.support.default_model import EXACT_DTYPE, model_for_depth
 from tests.support.spans import Collector, collecting, tree

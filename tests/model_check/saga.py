@@ -27,7 +27,7 @@ from pdserve.base.errors import (
 )
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SCORING_VERSION, SamplingParams, TokenLogprobs
-from pdserve.base.workers import Tier, WorkerRecord
+from pdserve.peers.workers import Tier, WorkerRecord
 from pdserve.v1 import decode_pb2
 from router_svc.generation import Generation, TextRules
 from router_svc.records.journal import Journal

@@ -10,7 +10,7 @@ from typing import Any
 from pdserve.base.errors import PeerLost
 from pdserve.base.ids import Epoch, RouterId
 from pdserve.base.sampling import SAMPLING_VERSION
-from pdserve.base.workers import Tier, WorkerRecord
+from pdserve.peers.workers import Tier, WorkerRecord
 from router_svc.routing.in_flight import InFlight
 from router_svc.routing.incarnation import incarnation_of
 from tests.model_check.search import Broken

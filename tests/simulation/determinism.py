@@ -47,7 +47,7 @@ def take_over(loop: SimulatedLoop, chance: random.Random) -> None:
     random.seed(chance.getrandbits(64))
     if hasattr(os, "eventfd"):
         del os.eventfd
-    from pdserve.base.streams import MessageStream
+    from pdserve.net.streams import MessageStream
 
     MessageStream.__hash__ = stable_hash  # type: ignore[assignment, method-assign]
 

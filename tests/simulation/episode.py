@@ -224,8 +224,8 @@ class Episode:
 def _replace_engine() -> None:
     """The seams: modules take the step loop, the way to a peer and the listening socket from these names."""
     import decode_svc.service
-    import pdserve.base.rpc
     import pdserve.engine.stepper
+    import pdserve.net.rpc
     import pdserve.worker.serve.process
     import pdserve.worker.serve.worker
 
@@ -238,7 +238,7 @@ def _replace_engine() -> None:
     process.exempt_all = lambda: None
     decode: Any = decode_svc.service
     decode.bound_socket = lambda host, port, flag: tcp.FakeSocket(host, port)
-    rpc: Any = pdserve.base.rpc
+    rpc: Any = pdserve.net.rpc
     rpc.open_channel = _open_channel
 
 

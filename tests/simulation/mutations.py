@@ -17,12 +17,12 @@ from kvtransfer.handover.outgoing import OutgoingTransfer
 from kvtransfer.handover.receive_machine import ReceiveMachine
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.send_machine import SendMachine
-from pdserve.base.streams import MessageStream
 from pdserve.base.wire import tokens_from_wire
-from pdserve.base.workers import WorkerView
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.running import RunningSet
+from pdserve.net.streams import MessageStream
+from pdserve.peers.workers import WorkerView
 from pdserve.worker.serve.inboxes import Inboxes
 from router_svc.api.event_ids import EventIds
 from router_svc.records.resumable import single_tokens

@@ -1,4 +1,4 @@
-"""The Redis process, and the connections of `pdserve.base.store.Store` to it."""
+"""The Redis process, and the connections of `pdserve.redis.store.Store` to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
-from pdserve.base.store import Store
+from pdserve.redis.store import Store
 from tests.simulation.loop import Process, SimulatedLoop
 from tests.simulation.network import End, Network
 from tests.simulation.redis_server import RedisFailure, RedisServer
@@ -133,7 +133,7 @@ class _Connection:
 
 
 class _Servers:
-    """In place of `pdserve.base.redis_servers.RedisServers`."""
+    """In place of `pdserve.redis.redis_servers.RedisServers`."""
 
     address = ADDRESS
 

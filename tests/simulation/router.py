@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from pdserve.base.admin import Health
 from pdserve.base.errors import PdserveError, StoreError
 from pdserve.base.ids import RequestId
 from pdserve.base.tasks import service_group
+from pdserve.net.admin import Health
 from router_svc.api.event_ids import EventIds, parse_event_id
 from router_svc.api.resuming import HTTP, event_ids
 from router_svc.config import RouterConfig

@@ -15,14 +15,14 @@ from decode_svc.config import DecodeConfig
 from decode_svc.request import DecodePhase
 from decode_svc.service import DecodeService
 from kernels.choice import Backend, KernelChoice
-from pdserve.base.admin import Health
 from pdserve.base.errors import Draining
 from pdserve.base.ids import RequestId, WorkerId, new_epoch
-from pdserve.base.seals import Seals
 from pdserve.base.tasks import service_group
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.sequence_limits import SequenceLimits
+from pdserve.net.admin import Health
+from pdserve.peers.seals import Seals
 from pdserve.worker.kv_bytes.host_blocks import staged
 from pdserve.worker.serve import process as worker_process
 from pdserve.worker.serve.announce import WorkerAddresses, announce

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.base.peer_tls import PeerTls
+from pdserve.peers.peer_tls import PeerTls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvtransfer.index.prefix_index import KvEvent, KvEventKind, PrefixIndex
-from pdserve.base.admin import Health, bound_socket, serve_http
 from pdserve.base.ids import Epoch, RequestId, WorkerId
 from pdserve.base.tasks import service_group
-from pdserve.base.workers import Tier, WorkerLoad, WorkerRecord
+from pdserve.net.admin import Health, bound_socket, serve_http
+from pdserve.peers.workers import Tier, WorkerLoad, WorkerRecord
 from router_svc.api.console.events import ConsoleEvents
 from router_svc.api.console.feed import Feed
 from router_svc.api.console.load import LoadHistory

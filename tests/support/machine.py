@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pdserve.base.facts.cluster import RedisFacts, WorkerFacts
-from pdserve.base.facts.machine import Folder, MachineFacts
-from pdserve.base.host_identity import HostIdentity
+from pdserve.observe.facts.cluster import RedisFacts, WorkerFacts
+from pdserve.observe.facts.machine import Folder, MachineFacts
+from pdserve.peers.host_identity import HostIdentity
 from tests.support.records import LAYOUT
 
 GIB = 1 << 30

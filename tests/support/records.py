@@ -6,7 +6,7 @@ import hashlib
 
 from pdserve.base.ids import BlockHash, Epoch, RouterId, WorkerId
 from pdserve.base.layout import KvLayout
-from pdserve.base.workers import Tier, WorkerLoad, WorkerRecord
+from pdserve.peers.workers import Tier, WorkerLoad, WorkerRecord
 
 LAYOUT = KvLayout.uniform(model="fingerprint", dtype="float32", block_size=16, num_layers=2, num_kv_heads=1, head_dim=8)
 

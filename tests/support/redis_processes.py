@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.base.store import Store
 from pdserve.cli.private_redis import find_redis_server, free_port, wait_until_ready
+from pdserve.redis.store import Store
 from tests.support.redis import eventually
 
 NUM_SLOTS = 16_384

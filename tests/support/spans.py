@@ -10,12 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from pdserve.base.tracing.context import TraceContext
-from pdserve.base.tracing.spans import Sampler, SamplingTracer, Span
+from pdserve.base.trace_context import TraceContext
+from pdserve.observe.tracing.spans import Sampler, SamplingTracer, Span
 
 
 class KeepingTracer(SamplingTracer):
-    """Implements `pdserve.base.tracing.Tracer` and keeps every span."""
+    """Implements `pdserve.observe.tracing.Tracer` and keeps every span."""
 
     def __init__(self, *, ratio: float = 1.0, gen_ai: bool = False) -> None:
         super().__init__(Sampler(ratio=ratio))

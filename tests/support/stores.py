@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve.base.store import Store
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.redis.store import Store
 
 
 def _open_sockets() -> set[str]:

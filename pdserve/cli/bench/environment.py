@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from pdserve import __version__
-from pdserve.base.machine import available_cores
+from pdserve.observe.machine import available_cores
 
 _CPUINFO = Path("/proc/cpuinfo")
 

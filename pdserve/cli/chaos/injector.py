@@ -13,12 +13,12 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import psutil
 
 from pdserve.base.errors import StoreError
-from pdserve.base.store import Store
 from pdserve.base.tasks import ServiceGroup, service_group
 from pdserve.cli.chaos.client import Clients, Reader
 from pdserve.cli.chaos.cluster import ChaosCluster
 from pdserve.cli.chaos.faults import ROUTER, Fault, victims
 from pdserve.cli.chaos.outcome import Injected
+from pdserve.redis.store import Store
 
 #: Redis loses all it had.
 _EMPTIES_REDIS = ("kill-redis", "flush-redis")

@@ -14,9 +14,9 @@ import aiohttp
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.base.store import Store, as_bytes, as_list
 from pdserve.cli.chaos.cluster import ChaosCluster
 from pdserve.cli.status import ClusterStatus
+from pdserve.redis.store import Store, as_bytes, as_list
 
 _POLL_INTERVAL_S = 0.2
 #: Connections that a process may keep open for later requests: to clients, other processes and Redis.

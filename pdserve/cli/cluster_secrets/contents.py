@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from pdserve.base.secret import new_secret
 from pdserve.cli.cluster_secrets.certificates import peer_certificates
+from pdserve.peers.secret import new_secret
 
 CLUSTER_SECRET = "cluster-secret"
 REDIS_PASSWORD, STATE_PASSWORD = "redis-password", "state-password"

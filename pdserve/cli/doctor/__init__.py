@@ -8,13 +8,6 @@ from dataclasses import dataclass
 
 from pdserve.base.config import load, option, parse_bytes
 from pdserve.base.errors import PdserveError, Unauthorized
-from pdserve.base.facts.machine import machine_facts
-from pdserve.base.facts.redis import redis_facts
-from pdserve.base.peer_tls import peer_tls
-from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
-from pdserve.base.seals import Seals
-from pdserve.base.secret import read_secret
-from pdserve.base.store import Store
 from pdserve.cli.doctor.cluster_checks import check_cluster, check_redis
 from pdserve.cli.doctor.facts import ClusterFacts
 from pdserve.cli.doctor.finding import Finding, error, exit_status, info
@@ -25,6 +18,13 @@ from pdserve.cli.router_client import DEFAULT_BASE_URL, get_model, normal_base_u
 from pdserve.cli.status import ClusterStatus
 from pdserve.cli.up_secret import secret_of_run
 from pdserve.model.fetch.cache import default_cache_dir
+from pdserve.observe.facts.machine import machine_facts
+from pdserve.observe.facts.redis import redis_facts
+from pdserve.peers.peer_tls import peer_tls
+from pdserve.peers.seals import Seals
+from pdserve.peers.secret import read_secret
+from pdserve.redis.redis_keys import DEFAULT_PREFIX, parse_prefix
+from pdserve.redis.store import Store
 
 _HERE = "this machine"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-from pdserve.base.facts.cluster import RedisFacts, WorkerFacts
 from pdserve.cli.doctor.facts import ClusterFacts, PairProbe
 from pdserve.cli.doctor.finding import Finding, error, info, ok, warning
 from pdserve.cli.doctor.machine_checks import check_machine
+from pdserve.observe.facts.cluster import RedisFacts, WorkerFacts
 
 _GB = 1e9
 #: Clocks that differ by more spoil traces and logs; by much more, leases that one process writes and another reads.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pdserve.base.facts.cluster import WorkerFacts
+from pdserve.observe.facts.cluster import WorkerFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.base.errors import Overloaded, PdserveError, PeerLost
-from pdserve.base.facts.wire import worker_from_proto
 from pdserve.base.ids import Epoch, WorkerId
-from pdserve.base.peer_tls import PeerTls
-from pdserve.base.rpc import mapped_rpc_errors, open_channel
-from pdserve.base.seals import Purpose, Seals, receiver_name
 from pdserve.cli.doctor.facts import ClusterFacts, PairProbe, RouterFacts, SeenWorker, choose_pairs
 from pdserve.cli.status import ClusterStatus, WorkerStatus
+from pdserve.net.rpc import mapped_rpc_errors, open_channel
+from pdserve.observe.facts.wire import worker_from_proto
+from pdserve.peers.peer_tls import PeerTls
+from pdserve.peers.seals import Purpose, Seals, receiver_name
 from pdserve.v1 import diagnostics_pb2 as pb
 from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 
-from pdserve.base.byte_sizes import GIB, MIB, binary_size
-from pdserve.base.facts.machine import UNLIMITED, MachineFacts
-from pdserve.base.process_memory import scope_refuses
+from pdserve.cli.byte_sizes import GIB, MIB, binary_size
 from pdserve.cli.doctor.finding import Finding, error, info, ok, warning
+from pdserve.observe.facts.machine import UNLIMITED, MachineFacts
+from pdserve.observe.process_memory import scope_refuses
 
 #: Limits below which a finding is an error, or a warning.
 _MIN_MEMORY, _LOW_MEMORY = GIB, 2 * GIB

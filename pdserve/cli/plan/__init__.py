@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decode_svc.config import DecodeConfig
-from pdserve.base.byte_sizes import decimal_size
 from pdserve.base.config import default_of, load, option, parse_bytes, positional
 from pdserve.base.errors import SetupError
-from pdserve.base.machine import available_memory_bytes
+from pdserve.cli.byte_sizes import decimal_size
 from pdserve.cli.model_sizes import ModelSizes, SizeOptions, model_sizes
 from pdserve.cli.plan.capacity import GB, MARGIN, Load, Machine, Memory, assumed_speeds, fit, workers
 from pdserve.cli.plan.profile import Profile, parse_profile
@@ -20,6 +19,7 @@ from pdserve.cli.up_config import DEFAULT_MODEL
 from pdserve.cli.up_model import describe_progress
 from pdserve.cli.weight_memory import packing_instruction_set
 from pdserve.model.fetch.config_only import config_of
+from pdserve.observe.machine import available_memory_bytes
 from pdserve.worker.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, WorkerConfig
 
 #: Speeds of a rank when nothing was measured: a data-center GPU, and two cores with AVX-512 and bfloat16.

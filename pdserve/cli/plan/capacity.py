@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pdserve.base.byte_sizes import decimal_size
 from pdserve.base.errors import SetupError
+from pdserve.cli.byte_sizes import decimal_size
 from pdserve.cli.model_sizes import ModelSizes
 
 GB = 1e9

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.base.byte_sizes import decimal_size
+from pdserve.cli.byte_sizes import decimal_size
 from pdserve.cli.model_sizes import ModelSizes
 from pdserve.cli.plan.capacity import Fit, Load, Speeds, Workers
 

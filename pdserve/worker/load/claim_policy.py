@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from pdserve.base.errors import SetupError
-from pdserve.base.machine import Cores
+from pdserve.observe.machine import Cores
 from pdserve.worker.config import WorkerConfig
 
 

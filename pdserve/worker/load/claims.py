@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from pdserve.base import notify
-from pdserve.base.admin import Health
 from pdserve.base.errors import CapacityError, SetupError
 from pdserve.base.logs import get_logger
-from pdserve.base.machine import available_cores
+from pdserve.net import notify
+from pdserve.net.admin import Health
+from pdserve.observe.machine import available_cores
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.load.claim_policy import num_to_claim, require_claimable, with_cores
 from pdserve.worker.load.core_claims import CoreClaims

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from pdserve.base.errors import SetupError
-from pdserve.base.machine import available_cores
+from pdserve.observe.machine import available_cores
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.load.core_leases import MAX_CPUS, CoreLeases
 

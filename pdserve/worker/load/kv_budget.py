@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
 from pdserve.base.logs import get_logger
-from pdserve.base.machine import available_memory_bytes
+from pdserve.observe.machine import available_memory_bytes
 
 log = get_logger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pdserve.base.errors import Draining
-from pdserve.base.workers import Tier
+from pdserve.peers.workers import Tier
 
 
 class ActiveCalls:

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from kvtransfer.index.kv_events import KvEventPublisher
 from pdserve import __version__
-from pdserve.base.admin import Health
-from pdserve.base.clock_skew import ClockSkew
 from pdserve.base.logs import get_logger
-from pdserve.base.metrics import CounterSource
-from pdserve.base.registry import Registrar, WorkerLoad, WorkerRecord
 from pdserve.base.sampling import SAMPLING_VERSION
-from pdserve.base.store import Store
 from pdserve.engine.pace import Pace
 from pdserve.engine.step import Load
 from pdserve.model.revision import revision_of
+from pdserve.net.admin import Health
+from pdserve.observe.metrics import CounterSource
+from pdserve.peers.registry import Registrar, WorkerLoad, WorkerRecord
+from pdserve.redis.clock_skew import ClockSkew
+from pdserve.redis.store import Store
 from pdserve.worker.serve.worker import KEEP_ALIVE_S, TierService, Worker
 
 log = get_logger(__name__)

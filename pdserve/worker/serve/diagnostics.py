@@ -17,17 +17,17 @@ from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Commit, Ticket, commit_from_proto, commit_to_proto
 from kvtransfer.transport.own_sockets import Connection
 from kvtransfer.transport.path import TransportPath
-from pdserve.base import rpc
 from pdserve.base.errors import Draining, Overloaded, PdserveError, RequestError, StaleError
-from pdserve.base.facts.cluster import WorkerFacts
-from pdserve.base.facts.machine import machine_facts
-from pdserve.base.facts.redis import redis_facts
-from pdserve.base.facts.wire import worker_to_proto
 from pdserve.base.ids import RequestId, TransferId, new_transfer_id
-from pdserve.base.seals import Purpose, receiver_name
-from pdserve.base.store import Store
 from pdserve.base.tasks import run_to_completion
 from pdserve.model.fetch.cache import default_cache_dir
+from pdserve.net import rpc
+from pdserve.observe.facts.cluster import WorkerFacts
+from pdserve.observe.facts.machine import machine_facts
+from pdserve.observe.facts.redis import redis_facts
+from pdserve.observe.facts.wire import worker_to_proto
+from pdserve.peers.seals import Purpose, receiver_name
+from pdserve.redis.store import Store
 from pdserve.v1 import decode_pb2
 from pdserve.v1 import diagnostics_pb2 as pb
 from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc

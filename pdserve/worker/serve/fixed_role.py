@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.base.errors import RequestError
-from pdserve.base.workers import Tier
+from pdserve.peers.workers import Tier
 
 
 def fixed_role(tier: Tier) -> RequestError:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from pdserve.base.errors import PdserveError, StaleAttempt
 from pdserve.base.ids import AttemptId, RequestId
-from pdserve.base.streams import PeerLeft
+from pdserve.net.streams import PeerLeft
 
 Event = TypeVar("Event")
 Kind = TypeVar("Kind")

@@ -16,8 +16,8 @@ from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport import GuardedTransport
 from kvtransfer.transport.own_sockets import Connection
 from pdserve.base.errors import RequestError
-from pdserve.base.rpc import mapped_rpc_errors
-from pdserve.base.seals import Purpose, receiver_name
+from pdserve.net.rpc import mapped_rpc_errors
+from pdserve.peers.seals import Purpose, receiver_name
 from pdserve.v1 import decode_pb2, decode_pb2_grpc
 from pdserve.worker.serve.worker import Worker
 

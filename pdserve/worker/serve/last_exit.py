@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pdserve.base.errors import SetupError, StoreError
-from pdserve.base.store import Store, as_bytes
+from pdserve.redis.store import Store, as_bytes
 
 EXIT_KEY = "exit:"
 #: How long after its process a note is of interest. Supervisors that wait before a restart wait for less.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from pdserve.base import audit
-from pdserve.base.admin import Health
 from pdserve.base.errors import Draining
 from pdserve.base.ids import WorkerId
+from pdserve.net.admin import Health
+from pdserve.observe import audit
 from pdserve.worker.serve.active_calls import ActiveCalls
 from pdserve.worker.serve.worker import TierService
 

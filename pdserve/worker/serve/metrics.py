@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from pdserve.base.admin import Health
 from pdserve.base.errors import (
     PdserveError,
     StaleAttempt,
@@ -20,8 +19,9 @@ from pdserve.base.errors import (
     reason_of,
     reason_of_class,
 )
-from pdserve.base.machine import available_memory_bytes
-from pdserve.base.metrics import (
+from pdserve.net.admin import Health
+from pdserve.observe.machine import available_memory_bytes
+from pdserve.observe.metrics import (
     PEER_MESSAGES_REFUSED,
     CounterReader,
     CounterSource,
@@ -31,7 +31,7 @@ from pdserve.base.metrics import (
     TokenHistogram,
     process_registry,
 )
-from pdserve.base.seals import Refusal
+from pdserve.peers.seals import Refusal
 
 LABELS = ("model_name", "tier")
 

@@ -10,7 +10,7 @@ from kvtransfer.transport import Buffer
 from pdserve.base.errors import NoFreeBlocks
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
-from pdserve.base.machine import available_memory_bytes
+from pdserve.observe.machine import available_memory_bytes
 
 #: Largest test transfer, and the share of the free memory that it may take.
 MAX_PROBE_BYTES = 64 << 20

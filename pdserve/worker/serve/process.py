@@ -12,22 +12,23 @@ from functools import partial
 import grpc
 
 from kvtransfer.transport import Transport, open_transport
-from pdserve.base import audit, notify
-from pdserve.base.admin import Health, bound_socket, serve_admin
 from pdserve.base.collector import exempt_all
-from pdserve.base.deaths import note_death
 from pdserve.base.errors import Draining, SetupError
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.logs import get_logger
-from pdserve.base.peer_tls import PeerTls, peer_tls
-from pdserve.base.registry import Registrar, Tier
-from pdserve.base.rpc import GrpcHealth, GrpcPort, serve_grpc_at
-from pdserve.base.seals import Seals
-from pdserve.base.secret import read_secret
-from pdserve.base.store import Store
 from pdserve.base.tasks import ServiceGroup, service_group, stop_event_on_signals
-from pdserve.base.tcp_filter import filter_refusal
-from pdserve.base.tracing.setup import span_counters, tracing
+from pdserve.net import notify
+from pdserve.net.admin import Health, bound_socket, serve_admin
+from pdserve.net.rpc import GrpcHealth, GrpcPort, serve_grpc_at
+from pdserve.observe import audit
+from pdserve.observe.tracing.setup import span_counters, tracing
+from pdserve.peers.deaths import note_death
+from pdserve.peers.peer_tls import PeerTls, peer_tls
+from pdserve.peers.registry import Registrar, Tier
+from pdserve.peers.seals import Seals
+from pdserve.peers.secret import read_secret
+from pdserve.peers.tcp_filter import filter_refusal
+from pdserve.redis.store import Store
 from pdserve.v1 import diagnostics_pb2_grpc
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.load.claims import claim_when_free

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import get_args
 
-from pdserve.base import audit
-from pdserve.base.admin import Health
 from pdserve.base.errors import Draining, RequestError
-from pdserve.base.workers import Tier
+from pdserve.net.admin import Health
+from pdserve.observe import audit
+from pdserve.peers.workers import Tier
 from pdserve.worker.serve.metrics import ROLE_REASONS
 from pdserve.worker.serve.worker import TierService, Worker
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from pdserve.base import notify
-from pdserve.base.admin import Health
 from pdserve.base.logs import get_logger
+from pdserve.net import notify
+from pdserve.net.admin import Health
 
 log = get_logger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pdserve.base.ids import BlockHash
-from pdserve.base.metrics import CounterSource, GaugeSource
 from pdserve.engine.pace import Pace
 from pdserve.engine.step import Load, StepOutput
+from pdserve.observe.metrics import CounterSource, GaugeSource
 from pdserve.worker.serve.metrics import WorkerMetrics
 
 _EMPTY = Load(

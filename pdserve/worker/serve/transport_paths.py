@@ -12,10 +12,10 @@ from kvtransfer.transport import LaneReporter, Peer, Transport
 from kvtransfer.transport.memory_access import memory_access
 from kvtransfer.transport.path import DataEndpoint, TransportPath, excluded_paths, path_between
 from pdserve.base.config import variable
-from pdserve.base.host_identity import own_host_identity
 from pdserve.base.ids import WorkerId
 from pdserve.base.logs import get_logger
-from pdserve.base.workers import TransportReport
+from pdserve.peers.host_identity import own_host_identity
+from pdserve.peers.workers import TransportReport
 from pdserve.worker.serve.metrics import WorkerMetrics
 
 log = get_logger(__name__)

@@ -17,14 +17,14 @@ from kvtransfer.transport import Transport
 from pdserve.base.block_hash import hash_key
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import Epoch, RequestId, WorkerId
-from pdserve.base.peer_tls import PeerTls
-from pdserve.base.registry import Tier
-from pdserve.base.seals import Seals, receiver_name
 from pdserve.base.tasks import ServiceGroup, run_to_completion
-from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from pdserve.engine.loop import LoopConfig, StepLoop
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.step import LayersWritten, Load, StepOutput
+from pdserve.observe.tracing.spans import NO_TRACER, Tracer
+from pdserve.peers.peer_tls import PeerTls
+from pdserve.peers.registry import Tier
+from pdserve.peers.seals import Seals, receiver_name
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.kv_bytes.host_blocks import block_memory
 from pdserve.worker.load.cores import num_cores

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 
-from pdserve.base.secret import ClusterSecret
+from pdserve.peers.secret import ClusterSecret
 
 _PURPOSE = "thinking"
 _PERSON = b"pdserve-thinking"

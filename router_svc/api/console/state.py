@@ -9,7 +9,7 @@ from typing import cast
 
 from kvtransfer.index.prefix_mirror import PrefixMirror
 from pdserve.base.ids import WorkerId
-from pdserve.base.workers import Tier, WorkerRecord
+from pdserve.peers.workers import Tier, WorkerRecord
 from router_svc.api.console.load import LoadHistory, LoadSample, TierLoad, load_of
 from router_svc.api.console.problems import Observed, Problem, find_problems
 from router_svc.api.models import Models

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from pdserve.base.errors import NotFound, RequestError
-from pdserve.base.secret import ClusterSecret
+from pdserve.peers.secret import ClusterSecret
 from router_svc.records.stream_seal import StreamSeal
 from router_svc.state.file_record import CHUNK_BYTES, Content, FileRecord, chunk_key, file_key, files_group
 from router_svc.state.sealed import opened, sealed

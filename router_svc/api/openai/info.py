@@ -7,11 +7,11 @@ import time
 from aiohttp import web
 
 import pdserve
-from pdserve.base.admin import Health
 from pdserve.base.errors import NotFound, RequestError, TooLarge
-from pdserve.base.store import Store
 from pdserve.base.tasks import in_turns
-from pdserve.base.workers import WorkerRecord
+from pdserve.net.admin import Health
+from pdserve.peers.workers import WorkerRecord
+from pdserve.redis.store import Store
 from router_svc.api.authentication import client_of, scope_of
 from router_svc.api.http_request import read_body
 from router_svc.api.ids import is_traceable_id

@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pdserve.base.errors import Diverged, NoFreeBlocks, PdserveError, TransferError
-from pdserve.base.seals import Purpose
 from pdserve.base.tasks import service_group
 from pdserve.base.wire import error_from_wire, tokens_from_wire
+from pdserve.peers.seals import Purpose
 from pdserve.v1 import common_pb2, decode_pb2
 from router_svc.request.calls import DecodeCall, DecodeFailed
 from router_svc.request.delivery import ignore_tokens

@@ -12,9 +12,9 @@ from random import Random
 
 from google.protobuf.message import Message
 
-from pdserve.base.frames import framed
 from pdserve.base.sampling import SamplingParams
 from pdserve.base.wire import sampling_to_wire
+from pdserve.net.frames import framed
 from pdserve.v1 import common_pb2, decode_pb2, diagnostics_pb2, prefill_pb2
 from tests.fuzz.files.mutations import damaged_bytes
 from tests.fuzz.messages import damaged_message

@@ -14,7 +14,7 @@ from kvtransfer.transport.torch_distributed.control import ListenerControl
 from kvtransfer.transport.torch_distributed.pair import Arrival, Pair
 from kvtransfer.transport.ucx_address import unpack_address
 from pdserve.base.errors import PeerLost
-from pdserve.base.frames import Frames
+from pdserve.net.frames import Frames
 from pdserve.v1 import prefill_pb2
 from tests.integration.router_svc.conftest import ScriptedCluster
 from tests.integration.router_svc.script import Context, Fault, hang

@@ -11,9 +11,9 @@ from google.protobuf.message import DecodeError, Message
 
 from kvtransfer.handover.ticket import _mac_of, commit_from_proto
 from pdserve.base.errors import RequestError
-from pdserve.base.frames import framed
-from pdserve.base.seals import Purpose, Seals
-from pdserve.base.secret import parse_secret
+from pdserve.net.frames import framed
+from pdserve.peers.seals import Purpose, Seals
+from pdserve.peers.secret import parse_secret
 from pdserve.v1 import decode_pb2, prefill_pb2
 from pdserve.v1.common_pb2 import Sealed
 from tests.fuzz.internal import inputs

@@ -10,11 +10,11 @@ from datetime import datetime
 from pathlib import Path
 
 from kvtransfer.index.kv_events import KvEventPublisher, PublishPolicy
-from pdserve.base.deaths import requests_of_death
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import Epoch, WorkerId
-from pdserve.base.store import Store
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.peers.deaths import requests_of_death
+from pdserve.redis.store import Store
 from pdserve.worker.serve.last_exit import ExitNote
 from router_svc.records.usage import Account, Usage
 from tests.fuzz.area import Area, Feeder

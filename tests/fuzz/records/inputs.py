@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from random import Random
 
-from pdserve.base.record_fields import record_to_fields
-from pdserve.base.workers import WorkerLoad
+from pdserve.peers.record_fields import record_to_fields
+from pdserve.peers.workers import WorkerLoad
 from router_svc.records.request_state import RequestProgress, RequestState
 from router_svc.records.request_store import StoredRequest, _to_fields
 from tests.fuzz.files.mutations import damaged_bytes, damaged_json

@@ -13,14 +13,14 @@ import aiohttp
 import grpc
 import pytest
 
-from pdserve.base.admin import Health
-from pdserve.base.registry import read_sightings
-from pdserve.base.rpc import open_channel
-from pdserve.base.secret import read_secret
-from pdserve.base.store import Store
-from pdserve.base.tracing.spans import NO_TRACER, Tracer
-from pdserve.base.workers import Tier
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.net.admin import Health
+from pdserve.net.rpc import open_channel
+from pdserve.observe.tracing.spans import NO_TRACER, Tracer
+from pdserve.peers.registry import read_sightings
+from pdserve.peers.secret import read_secret
+from pdserve.peers.workers import Tier
+from pdserve.redis.store import Store
 from router_svc.api.served_model import ServedModel
 from router_svc.config import RouterConfig
 from router_svc.routing.cluster import TIERS

@@ -13,19 +13,19 @@ from typing import Any
 
 import grpc
 
-from pdserve.base.admin import bound_socket
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import Epoch, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
-from pdserve.base.registry import Registrar
-from pdserve.base.rpc import method, serve_grpc, trace_of
 from pdserve.base.sampling import SAMPLING_VERSION
-from pdserve.base.store import Store
-from pdserve.base.stream_server import serve_streams
-from pdserve.base.streams import MessageStream, PeerLeft
 from pdserve.base.tasks import service_group
 from pdserve.base.wire import error_to_wire, tokens_to_wire
-from pdserve.base.workers import Tier, WorkerLoad, WorkerRecord
+from pdserve.net.admin import bound_socket
+from pdserve.net.rpc import method, serve_grpc, trace_of
+from pdserve.net.stream_server import serve_streams
+from pdserve.net.streams import MessageStream, PeerLeft
+from pdserve.peers.registry import Registrar
+from pdserve.peers.workers import Tier, WorkerLoad, WorkerRecord
+from pdserve.redis.store import Store
 from pdserve.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.integration.router_svc.script import CallLog, Context, Left, Vanished
 from tests.support.deadline import DEADLINE_S

@@ -14,9 +14,9 @@ import grpc
 
 from pdserve.base.errors import PdserveError
 from pdserve.base.sampling import ChoiceTokens, FinishReason, TokenLogprobs
-from pdserve.base.streams import MessageStream
-from pdserve.base.tracing.context import TraceContext
-from pdserve.base.workers import Tier
+from pdserve.base.trace_context import TraceContext
+from pdserve.net.streams import MessageStream
+from pdserve.peers.workers import Tier
 from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2
 from tests.support.deadline import DEADLINE_S
 from tests.support.tiny_model import END, tokens_of

@@ -12,9 +12,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pdserve.base.store import Store, as_list
 from pdserve.cli.private_redis import PrivateRedis
-from tests.integration.base.test_redis_servers import RIGHTS
+from pdserve.redis.store import Store, as_list
+from tests.integration.redis.test_redis_servers import RIGHTS
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import ONE_OF_EACH
 from tests.integration.router_svc.script import hang

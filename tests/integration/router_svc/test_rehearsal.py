@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.errors import RequestError
-from pdserve.base.workers import Tier
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.peers.workers import Tier
 from router_svc import rehearsal as subject
 from router_svc.rehearsal import rehearsal
 from tests.integration.router_svc.conftest import open_cluster

@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pdserve.base.workers import TransportReport, WorkerLoad
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.peers.workers import TransportReport, WorkerLoad
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.stream import DeltaStream
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster

@@ -13,8 +13,8 @@ from typing import Any
 import ollama
 import pytest
 
-from pdserve.base.workers import Tier
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.peers.workers import Tier
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 from router_svc.clients.keys import digest_of

@@ -19,19 +19,19 @@ from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.sender import OutgoingTransfer
 from kvtransfer.transport import Transport
 from kvtransfer.transport.inproc import InprocTransport
-from pdserve.base.admin import Health
 from pdserve.base.ids import TransferId, WorkerId, new_epoch
-from pdserve.base.peer_tls import peer_tls
-from pdserve.base.registry import Tier
-from pdserve.base.rpc import GrpcPort, mapped_rpc_errors, open_channel, serve_grpc_at, trace_metadata
 from pdserve.base.sampling import SamplingParams
-from pdserve.base.seals import Purpose, Seals
-from pdserve.base.secret import read_secret
-from pdserve.base.store import Store
-from pdserve.base.streams import MessageStream, open_stream
 from pdserve.base.tasks import service_group
-from pdserve.base.tracing.context import TraceContext, traceparent_of
+from pdserve.base.trace_context import TraceContext, traceparent_of
 from pdserve.base.wire import error_from_wire, sampling_to_wire
+from pdserve.net.admin import Health
+from pdserve.net.rpc import GrpcPort, mapped_rpc_errors, open_channel, serve_grpc_at, trace_metadata
+from pdserve.net.streams import MessageStream, open_stream
+from pdserve.peers.peer_tls import peer_tls
+from pdserve.peers.registry import Tier
+from pdserve.peers.seals import Purpose, Seals
+from pdserve.peers.secret import read_secret
+from pdserve.redis.store import Store
 from pdserve.v1 import common_pb2, decode_pb2, diagnostics_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.serve.diagnostics import DiagnosticsService

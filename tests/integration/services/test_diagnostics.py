@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.errors import LayoutMismatch, Overloaded, PdserveError, RequestError, StaleError, TransferTimeout
-from pdserve.base.facts.wire import worker_from_proto
-from pdserve.base.rpc import mapped_rpc_errors
+from pdserve.net.rpc import mapped_rpc_errors
+from pdserve.observe.facts.wire import worker_from_proto
 from pdserve.v1 import decode_pb2
 from pdserve.v1 import diagnostics_pb2 as pb
 from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc

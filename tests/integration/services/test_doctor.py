@@ -14,10 +14,10 @@ import pytest
 
 from kvtransfer.transport.inproc import InprocPeer, InprocTransport
 from pdserve import __version__
-from pdserve.base.store import Store
 from pdserve.cli.doctor import DoctorConfig, diagnose
 from pdserve.cli.doctor.finding import Finding, Severity, exit_status
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.redis.store import Store
 from pdserve.worker.serve import diagnostics, transport_paths
 from tests.integration.services.local_cluster import LocalCluster, running_cluster
 from tests.unit.cli.fake_router import FakeRouter, running

@@ -14,14 +14,15 @@ from typing import Any
 import grpc
 import pytest
 
-from pdserve.base import rpc, stream_pool
 from pdserve.base.errors import PdserveError, SetupError
-from pdserve.base.peer_tls import PeerTls, peer_tls
-from pdserve.base.stream_pool import StreamPool
-from pdserve.base.stream_server import serve_streams
-from pdserve.base.streams import MessageStream, open_stream
+from pdserve.net import rpc
+from pdserve.net.stream_server import serve_streams
+from pdserve.net.streams import MessageStream, open_stream
+from pdserve.peers.peer_tls import PeerTls, peer_tls
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.v1 import decode_pb2_grpc as pb_grpc
+from router_svc.routing import stream_pool
+from router_svc.routing.stream_pool import StreamPool
 from tests.integration.services.local_cluster import running_cluster
 from tests.support.certificates import Authority, TlsSettings, credentials
 from tests.unit.model.tiny import save_model

@@ -16,9 +16,9 @@ from decode_svc.replication.source import ReplicationPolicy, ReplicationSource
 from decode_svc.replication.target import ReplicationTarget
 from kvtransfer.handover.receiver import Receiver
 from pdserve.base.errors import PeerRefused, RequestError, StaleError
-from pdserve.base.rpc import mapped_rpc_errors, open_channel
-from pdserve.base.seals import Purpose
 from pdserve.base.wire import sampling_to_wire
+from pdserve.net.rpc import mapped_rpc_errors, open_channel
+from pdserve.peers.seals import Purpose
 from pdserve.v1 import decode_pb2, decode_pb2_grpc
 from pdserve.worker.serve.worker import Worker
 from tests.integration.services.local_cluster import (

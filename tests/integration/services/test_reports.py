@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.transport.inproc import InprocTransport
-from pdserve.base.admin import Health
-from pdserve.base.registry import Registrar
-from pdserve.base.store import Store
 from pdserve.base.wire import sampling_to_wire
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.step import Load
+from pdserve.net.admin import Health
+from pdserve.peers.registry import Registrar
+from pdserve.redis.store import Store
 from pdserve.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
 from pdserve.worker.serve.announce import WorkerAddresses, announce
 from pdserve.worker.serve.step_metrics import StepMetrics

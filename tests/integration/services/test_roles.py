@@ -15,9 +15,9 @@ import pytest
 
 from pdserve.base.errors import Draining, RequestError
 from pdserve.base.ids import Epoch, WorkerId
-from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
-from pdserve.base.workers import WorkerRecord
 from pdserve.engine.shared import SharedScheduler
+from pdserve.net.rpc import ChannelPool, mapped_rpc_errors
+from pdserve.peers.workers import WorkerRecord
 from pdserve.v1 import diagnostics_pb2 as pb
 from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc
 from pdserve.worker.serve.announce import WorkerAddresses, worker_record

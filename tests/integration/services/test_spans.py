@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.errors import PdserveError
-from pdserve.base.tracing.context import TraceContext
-from pdserve.base.tracing.spans import Span
+from pdserve.base.trace_context import TraceContext
+from pdserve.observe.tracing.spans import Span
 from pdserve.v1 import decode_pb2
 from tests.integration.services.local_cluster import ALWAYS_LOCAL, LocalCluster, running_cluster
 from tests.support.own_task import in_own_task

@@ -15,9 +15,9 @@ from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.ticket import Commit, commit_to_proto, signed_commit, ticket_from_proto
 from pdserve.base.errors import PdserveError, PeerLost, StaleAttempt, StaleEpoch, StaleError
 from pdserve.base.ids import RequestId, new_transfer_id
-from pdserve.base.rpc import mapped_rpc_errors
-from pdserve.base.seals import Purpose
 from pdserve.engine.step import RequestFailure, StepEvents
+from pdserve.net.rpc import mapped_rpc_errors
+from pdserve.peers.seals import Purpose
 from pdserve.v1 import decode_pb2, decode_pb2_grpc
 from pdserve.worker.serve.metrics import _STALE_MESSAGES, WorkerMetrics
 from prefill_svc.scheduler import PrefillScheduler

@@ -12,12 +12,12 @@ from kvtransfer.transport import Peer
 from kvtransfer.transport.inproc import InprocTransport
 from kvtransfer.transport.ucx_address import pack_address
 from pdserve.base.errors import PeerRefused, RequestError
-from pdserve.base.newcomers import Newcomers
-from pdserve.base.rpc import mapped_rpc_errors
-from pdserve.base.seals import Purpose, Refusal, Seals
-from pdserve.base.secret import parse_secret
-from pdserve.base.streams import open_stream
 from pdserve.base.wire import sampling_to_wire
+from pdserve.net.newcomers import Newcomers
+from pdserve.net.rpc import mapped_rpc_errors
+from pdserve.net.streams import open_stream
+from pdserve.peers.seals import Purpose, Refusal, Seals
+from pdserve.peers.secret import parse_secret
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, diagnostics_pb2, diagnostics_pb2_grpc
 from pdserve.worker.serve.worker import Worker
 from tests.integration.services.local_cluster import ALWAYS_LOCAL, DEADLINE_S, LocalCluster, running_cluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.base.workers import Tier
+from pdserve.peers.workers import Tier
 from router_svc.request.quarantine import Deaths
 
 tiers: st.SearchStrategy[Tier] = st.sampled_from(["prefill", "decode"])

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from pdserve.base.addresses import is_host_port
-from pdserve.base.streams import open_stream
+from pdserve.net.streams import open_stream
 from pdserve.v1 import decode_pb2 as pb
 
 LABEL = "a" * 63

@@ -7,8 +7,9 @@ from typing import Any
 import grpc
 import pytest
 
-from pdserve.base import errors, rpc
+from pdserve.base import errors
 from pdserve.base.wire import error_from_wire, error_to_wire
+from pdserve.net import rpc
 from pdserve.v1 import common_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from pdserve.v1 import decode_pb2 as pb
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pdserve.base import logs
-from pdserve.base.tracing.context import TraceContext
+from pdserve.base.trace_context import TraceContext
 
 TRACE = TraceContext("ab" * 16, "cd" * 8, True)
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from pdserve.base.errors import SetupError
-from pdserve.base.machine import Cores
 from pdserve.cli import up
 from pdserve.cli.cluster_plan import (
     ClusterPlan,
@@ -28,6 +27,7 @@ from pdserve.cli.placement import CoreShare, GpuShare, Hardware
 from pdserve.cli.supervisor.spec import ProcessSpec
 from pdserve.cli.up_config import UpConfig
 from pdserve.cli.up_console import UpConsole, describe_plan
+from pdserve.observe.machine import Cores
 
 MODEL = PreparedModel(path=Path("/models/one"), served_name="one")
 EXTERNAL_REDIS = RedisPlan(url="redis://127.0.0.1:1", spec=None)

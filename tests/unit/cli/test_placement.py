@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.errors import SetupError
-from pdserve.base.machine import Cores
 from pdserve.cli.hardware import num_visible_gpus
 from pdserve.cli.placement import (
     CoreShare,
@@ -17,6 +16,7 @@ from pdserve.cli.placement import (
     share_cores,
     share_gpus,
 )
+from pdserve.observe.machine import Cores
 
 GIB = 1024**3
 

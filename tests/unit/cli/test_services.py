@@ -10,7 +10,6 @@ import pytest
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import add_options, from_arguments
-from pdserve.base.secret import SECRET_VARIABLE
 from pdserve.cli.cluster_plan import ClusterPlan, PreparedModel
 from pdserve.cli.placement import CoreShare, GpuShare
 from pdserve.cli.run_dir import private_directory
@@ -19,6 +18,7 @@ from pdserve.cli.supervisor.spec import ProcessSpec
 from pdserve.cli.up_config import DEFAULT_MODEL, UpConfig
 from pdserve.cli.up_secret import own_secret, secret_of_run
 from pdserve.model import resolve
+from pdserve.peers.secret import SECRET_VARIABLE
 from prefill_svc.config import PrefillConfig
 from router_svc.config import RouterConfig
 

@@ -13,7 +13,6 @@ from rich.console import Console
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import add_options, from_arguments
 from pdserve.base.errors import RequestError, SetupError
-from pdserve.base.machine import Cores
 from pdserve.cli.cluster_plan import ClusterPlan, PreparedModel, RedisPlan, RunEnvironment, make_plan
 from pdserve.cli.drain import require_another
 from pdserve.cli.placement import Hardware
@@ -24,6 +23,7 @@ from pdserve.cli.status import ClusterStatus, WorkerStatus, render
 from pdserve.cli.supervisor.spec import ProcessSpec
 from pdserve.cli.up import _labels
 from pdserve.cli.up_config import UpConfig
+from pdserve.observe.machine import Cores
 from router_svc.config import RouterConfig
 
 GIB = 1 << 30

@@ -17,8 +17,8 @@ from pdserve.base.errors import StaleError, reason_of
 from pdserve.base.ids import BlockId, Epoch, RequestId, TransferId, WorkerId
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import ChoiceTokens, SamplingParams
-from pdserve.base.seals import Seals
 from pdserve.engine.step import Grant, RequestTokens
+from pdserve.peers.seals import Seals
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Failed, Inbox
 

@@ -21,8 +21,8 @@ from pdserve.base.errors import (
     StaleError,
     TransferTimeout,
 )
-from pdserve.base.streams import PeerLeft
 from pdserve.engine.step import PrefillProgress, RequestStarted
+from pdserve.net.streams import PeerLeft
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Failed
 from tests.unit.decode_svc.session_setup import CLASS, COMMIT, GRANT, A, BusyEngine, Setup, SlowReceiver, tokens

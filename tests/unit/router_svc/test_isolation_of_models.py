@@ -11,9 +11,9 @@ import pytest
 
 from pdserve.base.errors import Quarantined
 from pdserve.base.ids import BlockHash, RequestId, WorkerId
-from pdserve.base.metrics import GaugeSource
 from pdserve.base.sampling import SamplingParams
-from pdserve.base.workers import Tier, TransportReport, WorkerRecord
+from pdserve.observe.metrics import GaugeSource
+from pdserve.peers.workers import Tier, TransportReport, WorkerRecord
 from router_svc.api.models import ModelBackend
 from router_svc.generation import Generation, TextRules
 from router_svc.records.metrics import RouterMetrics

@@ -14,8 +14,8 @@ from kvtransfer.index.prefix_index import KvEventKind
 from kvtransfer.index.prefix_mirror import PrefixMirror
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import BlockHash, Epoch, WorkerId
-from pdserve.base.store import Store
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.redis.store import Store
 from tests.support.records import block_hashes
 from tests.support.redis import eventually, running, until
 

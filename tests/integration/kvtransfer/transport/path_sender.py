@@ -15,7 +15,7 @@ from kvtransfer.transport import open_transport
 from kvtransfer.transport.base import LaneReporter
 from kvtransfer.transport.memory_access import memory_access
 from kvtransfer.transport.path import DataEndpoint, path_between
-from pdserve.base.host_identity import own_host_identity
+from pdserve.peers.host_identity import own_host_identity
 from pdserve.v1 import decode_pb2
 
 MIB = 1 << 20

@@ -21,7 +21,7 @@ from kvtransfer.transport import Peer
 from kvtransfer.transport.own_sockets import Connection, tcp_sockets
 from kvtransfer.transport.ucx import UcxTransport
 from pdserve.base.errors import PeerLost
-from pdserve.base.tcp_filter import filter_refusal
+from pdserve.peers.tcp_filter import filter_refusal
 from tests.support.handover import worker_pair
 from tests.support.ucx_messages import CONNECT, put
 from tests.support.ucx_stranger import stranger_at

@@ -16,7 +16,7 @@ from kvtransfer.transport import open_transport
 from kvtransfer.transport.base import LaneReporter
 from kvtransfer.transport.memory_access import memory_access
 from kvtransfer.transport.path import DataEndpoint
-from pdserve.base.host_identity import own_host_identity
+from pdserve.peers.host_identity import own_host_identity
 from tests.integration.kvtransfer.transport.path_sender import MIB, PAYLOAD
 from tests.support.deadline import DEADLINE_S
 

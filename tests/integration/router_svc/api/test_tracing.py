@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.errors import RequestError
-from pdserve.base.tracing.context import TraceContext, parse_traceparent
-from pdserve.base.tracing.spans import NO_TRACER, Span, SpanKind
+from pdserve.base.trace_context import TraceContext, parse_traceparent
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.observe.tracing.spans import NO_TRACER, Span, SpanKind
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
 from tests.integration.router_svc.conftest import TWO_OF_EACH, ScriptedCluster, open_cluster

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.base.store import Store
 from pdserve.cli.private_redis import DEFAULT_MEMORY_BYTES, PrivateRedis
+from pdserve.redis.store import Store
 from router_svc.records.metrics import RouterMetrics
 from router_svc.records.redis_memory import RedisMemory
 

@@ -11,8 +11,8 @@ import pytest
 
 from pdserve.base.errors import StaleAttempt, StoreError
 from pdserve.base.ids import RequestId, WorkerId
-from pdserve.base.store import Argument, Reply, Store
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.redis.store import Argument, Reply, Store
 from router_svc.records.recent_records import RecentRecords
 from router_svc.records.request_state import RequestProgress, RequestState
 from router_svc.records.request_store import REQUEST_KEY, RequestStore, StoredRequest

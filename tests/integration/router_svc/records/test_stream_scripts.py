@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.base.store import Argument, Store
+from pdserve.redis.store import Argument, Store
 from router_svc.records.stream_scripts import APPEND, START, TAKEN, WRITE
 
 _TTL_MS = 60_000

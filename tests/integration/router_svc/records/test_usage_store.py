@@ -9,8 +9,8 @@ from datetime import date
 import pytest
 
 from pdserve.base.errors import StoreError, TooLarge
-from pdserve.base.store import Argument, Reply, Store
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.redis.store import Argument, Reply, Store
 from router_svc.records import usage_store
 from router_svc.records.usage import Account, Usage
 from router_svc.records.usage_store import UsageStore

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from pdserve.base.ids import RouterId
-from pdserve.base.workers import Tier, WorkerLoad
+from pdserve.peers.workers import Tier, WorkerLoad
 from router_svc.routing.cluster import TIERS
 from tests.integration.router_svc.conftest import ScriptedCluster
 from tests.integration.router_svc.script import Context, Fault

@@ -10,10 +10,10 @@ import pytest
 
 from pdserve.base.errors import Cancelled, StoreError
 from pdserve.base.ids import RequestId
-from pdserve.base.secret import ClusterSecret
-from pdserve.base.store import Store, as_list
 from pdserve.base.tasks import service_group
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.peers.secret import ClusterSecret
+from pdserve.redis.store import Store, as_list
 from router_svc.request.cancels import KEY, Cancels
 from router_svc.request.open_requests import OpenRequests
 from router_svc.routing.timeouts import TimeoutLimits

@@ -11,9 +11,9 @@ import pytest
 
 from pdserve.base.errors import NoFreeBlocks, StaleEpoch, TransferTimeout
 from pdserve.base.ids import WorkerId, new_epoch
-from pdserve.base.registry import Tier
-from pdserve.base.streams import MessageStream
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.net.streams import MessageStream
+from pdserve.peers.registry import Tier
 from pdserve.v1 import decode_pb2
 from router_svc.request import output
 from router_svc.routing.cluster import Cluster

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from pdserve.base.errors import QuotaExceeded, RateLimited, StoreError
-from pdserve.base.store import Argument, Reply, Store, as_bytes
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.redis.store import Argument, Reply, Store, as_bytes
 from router_svc.request import limiter as limiter_module
 from router_svc.request.client import Client
 from router_svc.request.limit_scripts import RESERVE, SETTLE

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.base.workers import Tier
+from pdserve.peers.workers import Tier
 from tests.integration.router_svc.conftest import ScriptedCluster
 from tests.integration.router_svc.request.support import TEXT, TOKENS, after_first_token
 from tests.integration.router_svc.script import Context, Fault, hang, vanish

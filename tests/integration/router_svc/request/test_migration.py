@@ -9,8 +9,8 @@ from typing import Any
 from pdserve.base.errors import Draining, StaleError
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.wire import tokens_to_wire
-from pdserve.base.workers import WorkerLoad
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.peers.workers import WorkerLoad
 from pdserve.v1 import decode_pb2
 from tests.integration.router_svc.conftest import TWO_OF_EACH, ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import TEXT, TOKENS, after_first_token, both

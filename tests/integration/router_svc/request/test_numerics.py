@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-from pdserve.base.workers import Tier
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.peers.workers import Tier
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import TEXT, after_first_token
 from tests.integration.router_svc.script import Context, vanish

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.base.workers import WorkerLoad
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.peers.workers import WorkerLoad
 from router_svc.routing.local_prefill import ALWAYS_LOCAL
 from tests.integration.router_svc.conftest import TWO_OF_EACH, ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import (

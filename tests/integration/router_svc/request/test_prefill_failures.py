@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.errors import Draining, NoFreeBlocks, RequestError, StaleEpoch
-from pdserve.base.workers import Tier
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.peers.workers import Tier
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import (
     TEXT,

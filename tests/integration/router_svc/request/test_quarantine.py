@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.base.deaths import note_death
 from pdserve.base.ids import RequestId
-from pdserve.base.store import Store, as_bytes, as_list
-from pdserve.base.workers import Tier
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.peers.deaths import note_death
+from pdserve.peers.workers import Tier
+from pdserve.redis.store import Store, as_bytes, as_list
 from router_svc.request.quarantine import Deaths, Quarantine
 from router_svc.request.shared_quarantine import DEATHS_KEY, KEY, SharedQuarantine
 from router_svc.service import Router

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from pdserve.base.workers import Tier, WorkerLoad
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.peers.workers import Tier, WorkerLoad
 from pdserve.v1 import decode_pb2
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import TEXT, after_first_token, both

@@ -14,8 +14,8 @@ import pytest
 
 from pdserve.base.errors import PdserveError
 from pdserve.base.layout import KvLayout
-from pdserve.base.store import Store
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.redis.store import Store
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
 from router_svc.records import stream_log

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pdserve.base.admin import Health
-from pdserve.base.store import Store
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.net.admin import Health
+from pdserve.redis.store import Store
 from router_svc.api.served_model import ServedModel
 from router_svc.records.stream_log import Ending, StreamLog
 from router_svc.service import Router

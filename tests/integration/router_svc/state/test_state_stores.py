@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from pdserve.base.errors import SetupError, StoreError, TooLarge
-from pdserve.base.secret import ClusterSecret
-from pdserve.base.store import Store, as_bytes, as_list
 from pdserve.cli.private_redis import DEFAULT_MEMORY_BYTES, PrivateRedis
+from pdserve.peers.secret import ClusterSecret
+from pdserve.redis.store import Store, as_bytes, as_list
 from router_svc.records.stream_seal import StreamSeal
 from router_svc.state import claim, memory_events
 from router_svc.state.claim import claiming

@@ -8,11 +8,11 @@ from typing import cast
 
 import pytest
 
-from pdserve.base.deaths import note_death, requests_of_death
 from pdserve.base.errors import PeerLost, StoreError
 from pdserve.base.ids import Epoch, RequestId, WorkerId
-from pdserve.base.store import Argument, Reply, Store
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.peers.deaths import note_death, requests_of_death
+from pdserve.redis.store import Argument, Reply, Store
 from pdserve.worker.serve.process import _noting_death
 from pdserve.worker.serve.worker import Worker
 

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pdserve.base.errors import SetupError
-from pdserve.base.store import Store
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.redis.store import Store
 from pdserve.worker.serve.last_exit import EXIT_KEY, During, Exit, ExitNote, Reason, noting_exit
 from tests.support.redis import eventually
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdserve.base.store import Store
 from pdserve.cli.chaos.client import Clients, Reader, open_http
 from pdserve.cli.chaos.cluster import ChaosCluster
 from pdserve.cli.chaos.faults import Fault
@@ -22,6 +21,7 @@ from pdserve.cli.chaos.outcome import Outcome
 from pdserve.cli.chaos.workload import COMPLETIONS, ChaosRequest, Sending
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.cli.supervisor.spec import BecameReady, ProcessSpec, ProcessStarted
+from pdserve.redis.store import Store
 from tests.support.redis import eventually, running
 
 #: Answers each line with whether it can open a file, and whether it can write one.

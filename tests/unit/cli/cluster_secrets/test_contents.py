@@ -8,7 +8,6 @@ from pathlib import Path
 
 from cryptography import x509
 
-from pdserve.base.secret import parse_secret
 from pdserve.cli.cluster_secrets.certificates import PEER_NAME, VALIDITY, peer_certificates
 from pdserve.cli.cluster_secrets.contents import (
     API_KEYS,
@@ -18,6 +17,7 @@ from pdserve.cli.cluster_secrets.contents import (
     SMOKE_TEST_KEY,
     new_secrets,
 )
+from pdserve.peers.secret import parse_secret
 from router_svc.clients.keys import KeyTable, parse_keys
 
 NOW = datetime(2026, 6, 1, tzinfo=UTC)

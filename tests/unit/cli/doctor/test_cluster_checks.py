@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.base.facts.cluster import RedisFacts, WorkerFacts
 from pdserve.cli.doctor.cluster_checks import check_cluster, check_redis
 from pdserve.cli.doctor.facts import ClusterFacts, PairProbe, RouterFacts, SeenWorker, choose_pairs
 from pdserve.cli.doctor.finding import Finding, Severity, exit_status
+from pdserve.observe.facts.cluster import RedisFacts, WorkerFacts
 from tests.support.machine import MACHINE, REDIS, worker_facts
 
 PAIR = PairProbe(

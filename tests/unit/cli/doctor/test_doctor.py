@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from pdserve.base.facts.cluster import RedisFacts
-from pdserve.base.store import Store
 from pdserve.cli import doctor
 from pdserve.cli.__main__ import main
 from pdserve.cli.doctor.finding import error, exit_status, info, ok, warning
+from pdserve.observe.facts.cluster import RedisFacts
+from pdserve.redis.store import Store
 from tests.support.machine import MACHINE, REDIS
 
 

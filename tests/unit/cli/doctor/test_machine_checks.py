@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.base.facts.machine import Folder
 from pdserve.cli.doctor.finding import Severity, exit_status
 from pdserve.cli.doctor.machine_checks import check_machine
+from pdserve.observe.facts.machine import Folder
 from tests.support.machine import GIB, HOST, MACHINE
 
 GPUS = {

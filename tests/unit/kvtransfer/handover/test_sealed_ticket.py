@@ -9,8 +9,8 @@ from kvtransfer.handover.ticket import ticket_to_proto
 from kvtransfer.transport.ucx_address import pack_address
 from pdserve.base.errors import PeerRefused
 from pdserve.base.ids import RequestId
-from pdserve.base.seals import Refusal, Seals
-from pdserve.base.secret import parse_secret
+from pdserve.peers.seals import Refusal, Seals
+from pdserve.peers.secret import parse_secret
 from pdserve.v1 import decode_pb2
 from tests.support.tickets import a_ticket
 

@@ -21,8 +21,8 @@ from kvtransfer.handover.ticket import (
 )
 from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.errors import DigestMismatch, RequestError
-from pdserve.base.host_identity import own_host_identity
 from pdserve.base.ids import Epoch, RequestId, TransferId
+from pdserve.peers.host_identity import own_host_identity
 from pdserve.v1 import decode_pb2
 from tests.support.groups import TWO_GROUPS
 from tests.support.handover import LAYOUT, Memory, blocks

@@ -17,7 +17,7 @@ from kvtransfer.transport.path import (
     path_between,
 )
 from kvtransfer.transport.ucx_lanes import offered_lanes
-from pdserve.base.host_identity import HostIdentity
+from pdserve.peers.host_identity import HostIdentity
 
 HOST = HostIdentity(
     hostname="a",

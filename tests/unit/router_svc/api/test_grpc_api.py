@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from pdserve.base.errors import RequestError, TransferTimeout
-from pdserve.base.rpc import GrpcPort, open_channel
 from pdserve.base.sampling import MAX_LOGIT_BIAS
+from pdserve.net.rpc import GrpcPort, open_channel
 from pdserve.v1 import inference_pb2 as pb
 from router_svc.api import grpc_api, grpc_output
 from router_svc.api.grpc_api import public_port

@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pdserve.base.admin import bound_socket, serve_http
-from pdserve.base.hosts import AllowedHosts
+from pdserve.net.admin import bound_socket, serve_http
+from pdserve.net.hosts import AllowedHosts
 from router_svc.api.body import Body
 from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.http_request import read_body

@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pdserve.base.admin import bound_socket, serve_http
 from pdserve.base.errors import RequestError
+from pdserve.net.admin import bound_socket, serve_http
 from router_svc.api.body import Body
 from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.http_request import IGNORED_FIELDS_HEADER, read_body

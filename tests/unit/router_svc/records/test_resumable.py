@@ -13,8 +13,8 @@ from pdserve.base.errors import StoreError
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams, TokenLogprobs
-from pdserve.base.secret import parse_secret
 from pdserve.model.tokenizer_file import read_tokenizer
+from pdserve.peers.secret import parse_secret
 from router_svc.generation import Generation, TextRules
 from router_svc.records.resumable import (
     Charge,

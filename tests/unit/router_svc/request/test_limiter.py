@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdserve.base.store import Argument, Reply, Store
+from pdserve.redis.store import Argument, Reply, Store
 from router_svc.request.client import Client
 from router_svc.request.limit_scripts import RENEW, RESERVE, SETTLE
 from router_svc.request.limiter import Limiter

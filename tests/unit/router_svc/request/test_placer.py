@@ -11,7 +11,7 @@ import pytest
 from pdserve.base.errors import Draining, NoFreeBlocks, PdserveError
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.sampling import SamplingParams
-from pdserve.base.workers import WorkerRecord
+from pdserve.peers.workers import WorkerRecord
 from router_svc.generation import Generation, TextRules
 from router_svc.request.placer import Placer
 from router_svc.request.recovery import MAX_PREFILL_FAILURES

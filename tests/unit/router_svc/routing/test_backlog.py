@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdserve.base.workers import WorkerLoad, WorkerRecord
+from pdserve.peers.workers import WorkerLoad, WorkerRecord
 from router_svc.routing.backlog import prefill_backlog_s
 from tests.support.records import worker_record
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdserve.base.ids import RouterId, WorkerId
-from pdserve.base.workers import WorkerLoad, WorkerRecord
+from pdserve.peers.workers import WorkerLoad, WorkerRecord
 from router_svc.routing.in_flight import InFlight, QueuedPrompt
 from router_svc.routing.incarnation import incarnation_of
 from router_svc.routing.local_prefill import LocalPrefillReason, plan_by_load

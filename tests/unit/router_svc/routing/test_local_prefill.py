@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.base.ids import WorkerId
-from pdserve.base.workers import WorkerLoad, WorkerRecord
+from pdserve.peers.workers import WorkerLoad, WorkerRecord
 from router_svc.routing.in_flight import InFlight, QueuedPrompt
 from router_svc.routing.local_prefill import (
     CLEARLY_SOONER,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from decode_svc.migration.eviction import EvictionPolicy
 from pdserve.base.ids import WorkerId
-from pdserve.base.workers import Tier, WorkerLoad, WorkerRecord
 from pdserve.engine.step import Load
+from pdserve.peers.workers import Tier, WorkerLoad, WorkerRecord
 from router_svc.routing.in_flight import InFlight
 from router_svc.routing.placement import (
     SEQUENCE_TOKENS,

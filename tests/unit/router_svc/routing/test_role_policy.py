@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdserve.base.workers import Tier, WorkerRecord
+from pdserve.peers.workers import Tier, WorkerRecord
 from router_svc.routing.role_policy import RolePolicy
 from tests.support.records import worker_record
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.base.errors import SetupError
-from pdserve.base.machine import Cores
+from pdserve.observe.machine import Cores
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.load.claim_policy import choose_cores, choose_gpus, num_to_claim, require_claimable, with_cores
 

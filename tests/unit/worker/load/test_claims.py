@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.base.admin import Health
 from pdserve.base.errors import CapacityError, SetupError
-from pdserve.base.machine import Cores
+from pdserve.net.admin import Health
+from pdserve.observe.machine import Cores
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.load import claims
 from pdserve.worker.load.claims import claim_when_free, claiming

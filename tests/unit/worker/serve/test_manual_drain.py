@@ -7,9 +7,9 @@ from typing import cast
 
 import pytest
 
-from pdserve.base.admin import Health
 from pdserve.base.errors import Draining
 from pdserve.base.ids import WorkerId
+from pdserve.net.admin import Health
 from pdserve.worker.serve.active_calls import ActiveCalls
 from pdserve.worker.serve.manual_drain import ManualDrain
 from pdserve.worker.serve.worker import TierService

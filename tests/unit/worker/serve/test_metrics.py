@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from pdserve.base.admin import Health
 from pdserve.base.errors import DigestMismatch, reason_of
+from pdserve.net.admin import Health
 from pdserve.worker.serve.metrics import WorkerMetrics
 
 

@@ -12,14 +12,14 @@ import pytest
 
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base import errors
-from pdserve.base.admin import Health
 from pdserve.base.errors import PdserveError, PeerLost, SetupError
-from pdserve.base.peer_tls import PeerTls
-from pdserve.base.registry import Registrar
-from pdserve.base.rpc import GrpcHealth
-from pdserve.base.seals import Seals
-from pdserve.base.secret import parse_secret
 from pdserve.base.tasks import service_group
+from pdserve.net.admin import Health
+from pdserve.net.rpc import GrpcHealth
+from pdserve.peers.peer_tls import PeerTls
+from pdserve.peers.registry import Registrar
+from pdserve.peers.seals import Seals
+from pdserve.peers.secret import parse_secret
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.serve import process
 from pdserve.worker.serve.active_calls import ActiveCalls

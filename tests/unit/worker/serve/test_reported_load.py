@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pdserve.base.ids import RouterId
-from pdserve.base.workers import WorkerLoad
 from pdserve.engine.pace import Pace
 from pdserve.engine.step import Load
+from pdserve.peers.workers import WorkerLoad
 from pdserve.worker.serve.announce import reported_load
 
 LOAD = Load(

@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve.base.admin import Health, bound_socket, serve_admin
 from pdserve.base.tasks import service_group
+from pdserve.net.admin import Health, bound_socket, serve_admin
 from pdserve.worker.serve.stall_watch import HUNG_FACTOR, INTERVAL_S, watch_stalls
 
 TIMEOUT_S = 300.0

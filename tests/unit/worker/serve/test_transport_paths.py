@@ -10,10 +10,10 @@ import pytest
 from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport.inproc import InprocTransport
 from kvtransfer.transport.path import DataEndpoint
-from pdserve.base.admin import Health
-from pdserve.base.host_identity import own_host_identity
 from pdserve.base.ids import WorkerId
-from pdserve.base.workers import TransportReport
+from pdserve.net.admin import Health
+from pdserve.peers.host_identity import own_host_identity
+from pdserve.peers.workers import TransportReport
 from pdserve.worker.serve.metrics import WorkerMetrics
 from pdserve.worker.serve.transport_paths import MAX_PEERS, TransportPaths
 from tests.support.tickets import a_ticket

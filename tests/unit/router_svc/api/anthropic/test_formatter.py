@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from pdserve.base.errors import NoWorkers
 from pdserve.base.sampling import FinishReason
-from pdserve.base.secret import ClusterSecret
+from pdserve.peers.secret import ClusterSecret
 from router_svc.api.anthropic.answers import MessageEvent
 from router_svc.api.anthropic.formatter import MessageFormatter, request_fields
 from router_svc.api.anthropic.signatures import Signer

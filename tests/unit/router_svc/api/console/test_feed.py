@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from pdserve.base.workers import WorkerLoad
+from pdserve.peers.workers import WorkerLoad
 from router_svc.api.console.feed import Feed
 from router_svc.records.request_state import RequestState
 from tests.support.console import MAX_QUEUED, FakeCluster, many_workers, serving

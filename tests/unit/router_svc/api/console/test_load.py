@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdserve.base.workers import WorkerLoad
+from pdserve.peers.workers import WorkerLoad
 from router_svc.api.console.load import COLUMNS, LoadHistory, LoadSample, load_of
 from tests.support.records import worker_record
 

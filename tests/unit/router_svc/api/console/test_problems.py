@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.base.workers import Tier, TransportReport, WorkerLoad, WorkerRecord
+from pdserve.peers.workers import Tier, TransportReport, WorkerLoad, WorkerRecord
 from router_svc.api.console.load import load_of
 from router_svc.api.console.problems import Observed, Problem, find_problems
 from tests.support.records import worker_record

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pdserve.base.admin import bound_socket, serve_http
+from pdserve.net.admin import bound_socket, serve_http
 from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.reference.page import SHARED, STATIC, Reference
 from tests.arch.documents import ROOT

@@ -1,0 +1,1 @@
+"""Connections: gRPC, messages over TCP, HTTP, and what bounds them."""

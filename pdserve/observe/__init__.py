@@ -1,0 +1,1 @@
+"""What an operator sees of a process: metrics, traces, the audit log, facts for `pdserve doctor`."""
