@@ -26,37 +26,37 @@ class Drain:
         self._worker = worker
         self._migrating = migrating
         self._inboxes = inboxes
-        self._leaving: DrainPolicy | None = None
+        self._policy: DrainPolicy | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self, within_s: float) -> None:
         """Requests that do not end within half of this time are asked to leave; with 0, all are, without haste."""
         if self._task is not None:
             self._task.cancel()
-        self._leaving = DrainPolicy(_now() + within_s if within_s else None)
-        self._task = self._worker.tasks.start(self._run(self._leaving), name="drain")
+        self._policy = DrainPolicy(_now() + within_s if within_s else None)
+        self._task = self._worker.tasks.start(self._run(self._policy), name="drain")
 
     def stop(self) -> None:
         """Requests may stay after all. Moves that have begun go on. No effect without a drain."""
-        if self._task is None or self._leaving is None:
+        if self._task is None or self._policy is None:
             return
         self._task.cancel()
-        for attempt_id in self._leaving.requested:
+        for attempt_id in self._policy.requested:
             withdrawn = pb.LeaveRequested(reason=_REASON, is_withdrawn=True)
             self._inboxes.put(*attempt_id, pb.DecodeResponse(leave=withdrawn))
-        self._task = self._leaving = None
+        self._task = self._policy = None
 
-    async def _run(self, leaving: DrainPolicy) -> None:
+    async def _run(self, policy: DrainPolicy) -> None:
         # The step loop ends first, and with it all that could leave.
         with suppress(Draining):
-            await self._empty(leaving)
+            await self._empty(policy)
 
-    async def _empty(self, leaving: DrainPolicy) -> None:
+    async def _empty(self, policy: DrainPolicy) -> None:
         for attempt_id in await self._worker.run(self._migrating.waiting):
             self._inboxes.put(*attempt_id, Failed(error=Draining("The worker drains. Retry on another one.")))
         while True:
             tokens_left = await self._worker.run(self._migrating.tokens_left)
-            for attempt_id in leaving.next(tokens_left, step_s=self._worker.steps.last_step_s, now=_now()):
+            for attempt_id in policy.next(tokens_left, step_s=self._worker.steps.last_step_s, now=_now()):
                 self._inboxes.put(*attempt_id, pb.DecodeResponse(leave=pb.LeaveRequested(reason=_REASON)))
             await asyncio.sleep(_CHECK_S)
 

@@ -23,7 +23,7 @@ from pdserve.worker.serve.worker import Worker
 _BLOCKS_EACH = 2
 #: A request with at most this many tokens left ends, and frees its blocks, before it could have moved.
 _SOON = 48
-#: Pause between two requests that should leave, and time after which the same one should again.
+#: Pause between two requests that are asked to leave, and time after which the same request is asked again.
 _PAUSE_S, _AGAIN_S = 0.25, 4.0
 #: Requests that leave at a time when the load is balanced.
 _AT_ONCE = 4

@@ -114,9 +114,9 @@ class Replicas:
         return batch
 
     def let_go(self, batch: Batch, there: Collection[AttemptId]) -> None:
-        """Nothing reads the blocks any more. `there`: requests whose blocks have got where their copies go.
+        """Nothing reads the blocks any more. `there`: requests whose blocks have arrived at their target.
 
-        Those of other requests are taken again.
+        Blocks of all other requests are copied again.
         """
         self._leaving.remove(batch)
         self._free(batch.blocks)

@@ -122,7 +122,7 @@ class ReplicationSource:
         # NCCL connects each pair of workers with a communicator; strangers' requests have hashes of their own.
         is_useful = worker.transport.name != "nccl" and not worker.seals.accepts_strangers
         self._interval_s = interval_s if is_useful else 0.0
-        self._subjects = ReplicationPolicy(_MIN_AGE * self._interval_s)
+        self._policy = ReplicationPolicy(_MIN_AGE * self._interval_s)
         self._is_running = asyncio.Event()
         self._names = itertools.count()
 
@@ -141,7 +141,7 @@ class ReplicationSource:
         target = ReplicaTarget.of(message)
         if target.epoch != self._worker.epoch:
             await self._worker.run(lambda: self._replicas.forget(attempt_id))
-            self._subjects.name(attempt_id, target)
+            self._policy.name(attempt_id, target)
             self._is_running.set()
 
     async def _run(self) -> None:
@@ -167,15 +167,15 @@ class ReplicationSource:
         running = await self._worker.run(self._replicas.running)
         if running:  # Another round follows, even if nothing is computed until then.
             self._is_running.set()
-        for attempt_id, failed in self._subjects.update(running, asyncio.get_running_loop().time()).items():
+        for attempt_id, failed in self._policy.update(running, asyncio.get_running_loop().time()).items():
             wanted = pb.ReplicaWanted(failed_epoch=failed)
             self._inboxes.put(*attempt_id, pb.DecodeResponse(replica_wanted=wanted))
-        for target, attempts in self._subjects.by_target().items():
+        for target, attempts in self._policy.by_target().items():
             there = set[AttemptId]()
             take = partial(self._replicas.take, attempts)
             async with self._worker.holding(take, partial(self._replicas.let_go, there=there)) as batch:
                 if batch.blocks and await self._copy(target, batch):
-                    there |= self._subjects.at(target)  # A router may have named another worker meanwhile.
+                    there |= self._policy.at(target)  # A router may have named another worker meanwhile.
 
     async def _copy(self, target: ReplicaTarget, batch: Batch) -> bool:
         """Whether the other worker has all of the blocks now."""
@@ -196,7 +196,7 @@ class ReplicationSource:
 
     async def _lose(self, target: ReplicaTarget) -> None:
         """No more copies go there. Routers of its requests hear that another worker is wanted."""
-        for attempt_id in self._subjects.lose(target):
+        for attempt_id in self._policy.lose(target):
             await self._worker.run(partial(self._replicas.forget, attempt_id))
 
     async def _send(self, target: ReplicaTarget, batch: Batch) -> bool:

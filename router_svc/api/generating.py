@@ -24,8 +24,10 @@ def generating_routes(responder: Responder, responses: ResponsesBackend | None =
     """The endpoints for the application. `responses`: where responses are stored; None: nowhere."""
     messages, made = MessagesApi(responder), ResponsesApi(responder, responses)
     rows: tuple[GeneratingEndpoint[Any], ...] = (
-        *(COMPLETION, CHAT_COMPLETION),
-        *(OLLAMA_CHAT_ENDPOINT, OLLAMA_GENERATE_ENDPOINT),
+        COMPLETION,
+        CHAT_COMPLETION,
+        OLLAMA_CHAT_ENDPOINT,
+        OLLAMA_GENERATE_ENDPOINT,
     )
     routes = [responder.route(row) for row in rows]
     routes += [*made.routes(), *messages.routes(), *StoredResponsesApi(responses).routes()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pdserve.base.sampling import check_sampling
 from pdserve.base.tasks import in_turns
@@ -51,6 +51,8 @@ class GenerationFactory:
     max_model_len: int
     ids: Ids
     endpoint: Endpoint
+    #: Fields that the client has sent, and that mean nothing to the model. Answers name them, errors too.
+    ignored_fields: list[str] = field(default_factory=list)
 
     async def make(
         self, fields: SamplingFields, own_fields: EndpointFields, prompts: Sequence[list[int]]

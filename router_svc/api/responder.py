@@ -88,8 +88,11 @@ class Responder:
 
             async def render(opened: OpenRequest, ids: Ids) -> GenerationRequest:
                 body = await self.read(request, row.body, opened)
-                chosen = row.choose(body.model, self.models, client_of(request))
-                return await row.make(body, chosen.factory(ids, row.endpoint))
+                factory = row.choose(body.model, self.models, client_of(request)).factory(ids, row.endpoint)
+                try:
+                    return await row.make(body, factory)
+                finally:
+                    request[IGNORED_FIELDS] += tuple(factory.ignored_fields)
 
             return await self.respond(request, row.id_prefix, render, formatter)
 
@@ -120,7 +123,6 @@ class Responder:
                 generation = await render(opened, ids)
                 # From here on, error responses have the ids in a header, too.
                 request[IDS] = ids
-                request[IGNORED_FIELDS] += generation.ignored_fields
                 opened.trace = request.get(TRACE)
                 if not generation.in_background or detach is None:
                     whole = await self._run(generation, formatter_of, events, client, opened, ids)

@@ -44,7 +44,7 @@ class Placer:
         #: Where the request may go, in whose steps workers have failed by themselves.
         self.deaths = Deaths()
         self.failed_prefill: set[Incarnation] = set()
-        #: Those that have failed the request, live, and do not shut down.
+        #: How many prefill workers have failed the request that still run and do not shut down.
         self.prefill_failures = 0
 
     async def look_up(self) -> None:
@@ -173,7 +173,7 @@ class Placer:
         return same or self.choose("prefill", failed, decode.layout)
 
     def _may_prefill(self, failures: int) -> bool:
-        # After so many have failed and live, it is the prompt, or the path between the tiers.
+        # When so many that still run have failed, the prompt is at fault, or the connection between the tiers.
         return self.deaths.may_reach("prefill") and (failures < MAX_PREFILL_FAILURES or self.deaths.tier is not None)
 
     def exclude_prefill(self, placement: Placement, error: PdserveError) -> None:

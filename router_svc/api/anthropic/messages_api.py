@@ -68,10 +68,11 @@ def _chosen(name: str | None, models: Models, client: Client) -> ModelBackend:
 
 async def _message_request(body: MessagesBody, factory: GenerationFactory) -> GenerationRequest:
     """The generation of a message, which has fewer tokens than requested if the context ends before."""
-    chat, ignored = body.chat, tuple[str, ...]()
+    chat = body.chat
     if chat.thinking_token_budget is not None and not can_bound_thinking(factory.model.messages):
         # Clients send it to every model.
-        chat, ignored = chat.model_copy(update={"thinking_token_budget": None}), (THINKING_BUDGET,)
+        chat = chat.model_copy(update={"thinking_token_budget": None})
+        factory.ignored_fields.append(THINKING_BUDGET)
     with in_own_words():
         generation = await chat_request(chat, factory, default_max_tokens=body.max_tokens)
     [only] = generation.generations
@@ -79,7 +80,7 @@ async def _message_request(body: MessagesBody, factory: GenerationFactory) -> Ge
     is_cut = only.sampling.max_tokens < body.max_tokens and fills_context
     reason: StopReason = "model_context_window_exceeded" if is_cut else "max_tokens"
     fields = request_fields(omits_thinking=body.omits_thinking, length_reason=reason)
-    return replace(generation, request_fields=fields, ignored_fields=ignored)
+    return replace(generation, request_fields=fields)
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:

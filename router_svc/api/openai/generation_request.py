@@ -53,8 +53,6 @@ class GenerationRequest:
     is_resumed: bool = False
     #: Whether the form of its stream lets a client say how far it has come.
     can_be_resumed: bool = True
-    #: Fields that the client has sent, and that mean nothing to the model.
-    ignored_fields: tuple[str, ...] = ()
     #: Alternatives of prompt tokens in the echo, and in the field `prompt_logprobs`; None: no log-probabilities there.
     echo_logprobs: int | None = None
     prompt_logprobs: int | None = None

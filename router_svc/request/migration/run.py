@@ -24,7 +24,7 @@ from router_svc.request.running_prompt import RunningPrompt
 from router_svc.routing.incarnation import Incarnation, incarnation_of
 from router_svc.routing.placement import Placement
 
-#: Pause before a worker that asks to be left is looked for another one again. It doubles with each failed move.
+#: Pause before another worker is looked for again for a request that should move. It doubles with each failed move.
 _RETRY_S, _MAX_RETRY_S = 0.25, 4.0
 #: The worker computes whatever is not in its cache.
 _ALWAYS = 2**32 - 1

@@ -183,11 +183,11 @@ async def test_a_fault_while_blocks_are_copied_costs_the_copies_alone(
             raise ValueError("a fault of our own")
         return await send(replication, *arguments)
 
-    def targets(subjects: Any) -> Any:
+    def targets(policy: Any) -> Any:
         if faults and faults[0] == "round":
             faults.pop(0)
             raise KeyError("another fault of our own")
-        return by_target(subjects)
+        return by_target(policy)
 
     monkeypatch.setattr(ReplicationSource, "_send", sending)
     monkeypatch.setattr(ReplicationPolicy, "by_target", targets)

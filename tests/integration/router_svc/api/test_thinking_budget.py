@@ -129,3 +129,6 @@ async def test_a_model_without_thinking_refuses_it_or_says_that_it_ignores_it(
         status, _, ignored = await _post(cluster, *FORMS[2])
         assert (status, ignored) == (200, "thinking.budget_tokens")
         assert _sent(cluster) is None
+        too_long = FORMS[2][1] | {"messages": [USER | {"content": "Hi" * 300}]}
+        status, _, ignored = await _post(cluster, MESSAGES, too_long)
+        assert (status, ignored) == (400, "thinking.budget_tokens")

@@ -117,19 +117,19 @@ def test_blocks_are_offered_once_and_again_to_another_worker() -> None:
 def test_each_request_has_copies_of_its_own_blocks_only_where_they_go() -> None:
     """Fails when a request that another worker was named for meanwhile counts as copied."""
     one, other = ReplicaTarget(WorkerId("one"), Epoch(1), "h:1"), ReplicaTarget(WorkerId("other"), Epoch(2), "h:2")
-    subjects = ReplicationPolicy(1.0)
-    assert subjects.update([A1, B1], 0.0) == {}
-    assert subjects.update([A1, B1], 1.0) == {A1: 0, B1: 0}
-    assert subjects.update([A1, B1], 2.0) == {}
-    subjects.name(A1, one)
-    subjects.name(B1, one)
-    assert subjects.by_target() == {one: [A1, B1]}
-    subjects.name(B1, other)
-    assert subjects.at(one) == {A1}
-    assert subjects.lose(one) == [A1]
-    assert subjects.update([A1, B1], 7.0) == {A1: 1}
-    assert subjects.update([A1], 13.0) == {A1: 1}
-    assert subjects.by_target() == {}
+    policy = ReplicationPolicy(1.0)
+    assert policy.update([A1, B1], 0.0) == {}
+    assert policy.update([A1, B1], 1.0) == {A1: 0, B1: 0}
+    assert policy.update([A1, B1], 2.0) == {}
+    policy.name(A1, one)
+    policy.name(B1, one)
+    assert policy.by_target() == {one: [A1, B1]}
+    policy.name(B1, other)
+    assert policy.at(one) == {A1}
+    assert policy.lose(one) == [A1]
+    assert policy.update([A1, B1], 7.0) == {A1: 1}
+    assert policy.update([A1], 13.0) == {A1: 1}
+    assert policy.by_target() == {}
 
 
 def test_blocks_that_did_not_arrive_are_offered_again() -> None:

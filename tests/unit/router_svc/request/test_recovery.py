@@ -148,6 +148,7 @@ def test_what_all_workers_refuse_as_a_strangers_is_final_when_they_had_time_to_r
     assert not failures.recovery.is_final
     failures.add(REFUSED, B, at=7.0)
     assert failures.recovery.is_final
+    assert failures.steps(7.0) == (FAIL, FAIL)
 
 
 def test_while_the_workers_are_not_known_no_refusal_is_final() -> None:
