@@ -35,7 +35,7 @@ from kvtransfer.handover.ticket import Ticket
 from pdserve.base.ids import Epoch, RequestId, TransferId, WorkerId
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams
-from pdserve.base.trace_context import parse_traceparent, traceparent_of
+from pdserve.base.trace_context import TraceContext, parse_traceparent, traceparent_of
 from pdserve.net.rpc import trace_metadata
 from pdserve.observe.tracing.export import BATCH
 from pdserve.observe.tracing.otlp import OtlpExporter
@@ -43,8 +43,8 @@ from pdserve.observe.tracing.spans import NO_TRACER, Tracer
 from prefill_svc.spans import PromptTimes, PromptTrace
 from router_svc.api.request_span import request_span
 from router_svc.generation import Generation, TextRules
-from router_svc.records.entries import Decision
-from router_svc.records.record import Record, TracePhase
+from router_svc.records.events import Ended, WorkerChosen
+from router_svc.records.record import Record
 from router_svc.records.spans import RequestTrace
 from tests.support.cluster import MODEL, Cluster, running_cluster
 from tests.support.spans import Collector, KeepingTracer, collecting
@@ -113,6 +113,7 @@ _GENERATION = Generation(
     text=TextRules(),
     endpoint="/v1/completions",
 )
+_CALL = TraceContext("1" * 32, "2" * 16, True)
 _WORKER = WorkerId("decode-0")
 _SENT = SendStats(sent_blocks=16, sent_bytes=1 << 20, busy_s=0.01, first_started_at=1.0, last_done_at=1.0)
 _RECEIVED = Received(
@@ -259,8 +260,8 @@ def table(windows: Sequence[Window], comparisons: Sequence[Comparison]) -> str:
 def _ended_record() -> Record:
     record = Record.new(_GENERATION, accepted_at=0.0, clock=time.monotonic)
     for tier in ("decode", "prefill"):
-        record.decisions.append(Decision(at=0.0, attempt=1, tier=tier, worker=_WORKER, epoch=Epoch(1), why="why"))
-    record.mark(TracePhase.FINISH)
+        record.append(WorkerChosen(worker=_WORKER, epoch=Epoch(1), tier=tier, why="why"), at=0.0, call=_CALL)
+    record.append(Ended.finished(["length"]), at=0.0)
     return record
 
 

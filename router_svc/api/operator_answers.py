@@ -11,10 +11,10 @@ from pdserve.base.ids import WorkerId
 from pdserve.peers.workers import Tier
 from router_svc.api.console.load import TierLoad
 from router_svc.api.console.problems import Problem
-from router_svc.records.entries import ComputedChunk, Decision, Incident
+from router_svc.records.decisions import ComputedChunk, Decision, Incident
 from router_svc.records.migration import Migration
 from router_svc.records.pauses import Pause
-from router_svc.records.record import TracePhase
+from router_svc.records.phases import TracePhase
 from router_svc.records.request_state import RequestState
 from router_svc.records.timeline import Phase, PhaseStart
 from router_svc.routing.local_prefill import LocalPrefillReason

@@ -34,7 +34,8 @@ from router_svc.records.families import Families, TenantReader
 from router_svc.records.loop_lag import LoopLag
 from router_svc.records.migration_metrics import MigrationMetrics
 from router_svc.records.pause_metrics import PauseMetrics
-from router_svc.records.record import Record, TracePhase
+from router_svc.records.phases import TracePhase
+from router_svc.records.record import Record
 from router_svc.records.request_state import RequestState
 from router_svc.records.timeline import Phase
 from router_svc.records.usage import TenantTotals
@@ -214,15 +215,16 @@ class RouterMetrics:
 
     def ended(self, record: Record) -> None:
         """Counts a request that has ended."""
+        end, prefill = record.end, record.prefill
         self._request_outcomes.inc(record.state)
-        for reason in record.finish_reasons if record.state == "finished" else ():
+        for reason in () if end is None else end.finish_reasons:
             self._request_success.inc(reason)
-        if record.prefilled_by is not None:
-            self._prefills.inc(record.prefilled_by)
-        if record.local_prefill_reason is not None:
-            self._local_prefills.inc(record.local_prefill_reason)
+        if prefill.tier is not None:
+            self._prefills.inc(prefill.tier)
+        if prefill.local_reason is not None:
+            self._local_prefills.inc(prefill.local_reason)
         self._generation_tokens.inc(record.completion_tokens - (record.resumed_tokens or 0))
-        is_scored_alone = record.prefilled_by is not None and not record.max_tokens
+        is_scored_alone = prefill.tier is not None and not record.max_tokens
         if (is_scored_alone or TracePhase.FIRST_TOKEN in record.phases) and not record.resumed_tokens:
             self._prompt_tokens.inc(record.prompt_tokens)
             self._prompt_tokens_cached.inc(record.cached_tokens)
@@ -293,6 +295,6 @@ class _Distributions:
         if mean_length > 1:
             decode_s = phases[TracePhase.FINISH] - phases[TracePhase.FIRST_TOKEN]
             self._time_per_output_token.observe(decode_s / (mean_length - 1), exemplar)
-        if record.prefilled_by == "prefill" and TracePhase.FIRST_DECODE in phases:
+        if record.prefill.tier == "prefill" and TracePhase.FIRST_DECODE in phases:
             gap_s = max(phases[TracePhase.FIRST_DECODE] - phases[TracePhase.FIRST_TOKEN], 0.0)
             self._handover_gap.observe(gap_s, exemplar)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter
 
+from router_svc.records.events import MigrationOutcome
 from router_svc.records.families import Families
-from router_svc.records.migration import MigrationOutcome
 
 #: Why workers ask to be left.
 REASONS = ("drain", "full", "rebalance")

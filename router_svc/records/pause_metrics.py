@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from router_svc.records.events import StallReason, WentOn
 from router_svc.records.families import Families
-from router_svc.records.pauses import STALL_S, StallReason
+from router_svc.records.pauses import STALL_S
 
 
 class PauseMetrics:
-    """Implements `PauseCounters`."""
+    """Counts pauses by what they were behind."""
 
     def __init__(self, families: Families, errors: Iterable[str], buckets: tuple[float, ...]) -> None:
         """`errors`: all reasons of recoveries. `buckets`: upper bounds in seconds."""
@@ -25,11 +26,10 @@ class PauseMetrics:
             "reason", "stream_stalls", f"Pauses of at least {STALL_S:g} s in an output", StallReason
         )
 
-    def recovered(self, error: str, seconds: float) -> None:
-        """An output has gone on, so long after its last tokens."""
-        self._recoveries.inc(error)
-        self._seconds.observe(seconds)
-
-    def stalled(self, reason: StallReason) -> None:
-        """An output has stalled."""
-        self._stalls.inc(reason)
+    def went_on(self, pause: WentOn) -> None:
+        """An output has gone on."""
+        if pause.error:
+            self._recoveries.inc(pause.error)
+            self._seconds.observe(pause.seconds)
+        if pause.stall is not None:
+            self._stalls.inc(pause.stall)

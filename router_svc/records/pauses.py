@@ -1,26 +1,16 @@
-"""Pauses in a request's output: those behind a lost worker, and any other that a reader notices."""
+"""Pauses in a request's output: those behind a lost worker, and any other that a reader notices. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple
+
+from router_svc.records.event_log import EventLog
+from router_svc.records.events import Retried, StallReason, WentOn
+from router_svc.records.migration import is_moving
 
 #: Time between two messages with tokens from which on the output has stalled.
 STALL_S = 1.0
-#: Later pauses of a request are counted, but not listed.
-MAX_PAUSES = 64
-
-
-class StallReason(StrEnum):
-    """Why output has stalled. The values are labels of a metric."""
-
-    #: A worker was lost, or has failed the request.
-    RECOVERY = "recovery"
-    #: The request was moving to another decode worker.
-    MOVE = "move"
-    #: Neither: a busy or stopped worker, preemption, or a client that reads slowly.
-    OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,37 +26,47 @@ class Pause:
     reason: str
 
 
-class PauseCounters(Protocol):
-    """Where pauses are counted."""
+class LastTokens(NamedTuple):
+    """The latest tokens of an output. There is a new one in each step."""
 
-    def recovered(self, error: str, seconds: float) -> None:
-        """An output has gone on, so long after its last tokens."""
+    #: When they came, in seconds since the request was accepted.
+    at: float
+    #: Tokens of all choices until then, and events.
+    completion_tokens: int
+    num_events: int
 
-    def stalled(self, reason: StallReason) -> None:
-        """An output has stalled."""
+
+def pause_behind(last: LastTokens, log: EventLog, now: float) -> WentOn | None:
+    """The pause that ends with tokens at `now`. None: it was short, and not behind an error."""
+    error = ""
+    for logged in reversed(log):
+        if logged.number < last.num_events:
+            break
+        if isinstance(logged.event, Retried):
+            error = logged.event.reason
+            break
+    seconds = now - last.at
+    has_stalled = seconds >= STALL_S
+    if not error and not has_stalled:
+        return None
+    reason = StallReason.RECOVERY if error else StallReason.MOVE if is_moving(log) else StallReason.OTHER
+    return WentOn(
+        since=last.at,
+        seconds=seconds,
+        completion_tokens=last.completion_tokens,
+        error=error,
+        stall=reason if has_stalled else None,
+    )
 
 
-class Pauses:
-    """Finds the pauses of one request."""
-
-    def __init__(self, metrics: PauseCounters, noted: list[Pause]) -> None:
-        """Pauses are added to `noted`."""
-        self._metrics = metrics
-        self._noted = noted
-        #: The error behind which the output is to go on; empty without one.
-        self.error = ""
-
-    def went_on(self, at: float, seconds: float, completion_tokens: int, *, is_moving: bool) -> None:
-        """New tokens are there, `seconds` after the last ones at `at`; `completion_tokens` came before."""
-        error, self.error = self.error, ""
-        if error:
-            self._metrics.recovered(error, seconds)
-        if not error and seconds < STALL_S:
-            return
-        reason = StallReason.RECOVERY if error else StallReason.MOVE if is_moving else StallReason.OTHER
-        if seconds >= STALL_S:
-            self._metrics.stalled(reason)
-        if len(self._noted) < MAX_PAUSES:
-            self._noted.append(
-                Pause(at=at, seconds=seconds, completion_tokens=completion_tokens, reason=error or reason)
-            )
+def pauses_of(log: EventLog) -> list[Pause]:
+    """The pauses in order."""
+    return [
+        Pause(
+            at=event.since,
+            seconds=event.seconds,
+            completion_tokens=event.completion_tokens,
+            reason=event.error or event.stall or "",
+        )
+        for _, event in log.of(WentOn)
+    ]

@@ -49,8 +49,8 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     # Straight to FINISHED when the first token ended it.
     _S.PREFILLING: _ABANDONED | {_S.DECODING, _S.FINISHED},
     _S.DECODING: _ABANDONED | {_S.FINISHED},
-    # Back to QUEUED while no worker has capacity.
-    _S.RETRYING: frozenset({_S.QUEUED, _S.SCORING, _S.RESERVED, _S.PREFILLING, _S.FAILED, _S.CANCELLED}),
+    # RETRYING again when a worker has refused the attempt before it reached a state of its own.
+    _S.RETRYING: _ABANDONED | {_S.SCORING, _S.RESERVED, _S.PREFILLING},
     _S.FINISHED: frozenset(),
     _S.FAILED: frozenset(),
     _S.CANCELLED: frozenset(),
@@ -102,16 +102,8 @@ class RequestProgress:
         """The mark of the current state."""
         return self.history[-1].mark
 
-    def advance(
-        self,
-        state: RequestState,
-        *,
-        at: float,
-        prefill_worker: WorkerId | None = None,
-        decode_worker: WorkerId | None = None,
-        outcome: str = "",
-    ) -> RequestProgress:
-        """The request after a transition to `state`; omitted values stay. RETRYING increments the attempt.
+    def advance(self, state: RequestState, *, at: float) -> RequestProgress:
+        """The request after a transition to `state` at `at` (Unix time). RETRYING increments the attempt.
 
         Raises:
             InvalidTransition: the table has no such transition; the message includes the history.
@@ -121,13 +113,7 @@ class RequestProgress:
                 f"Request {self.request_id} cannot go from {self.state} to {state}. Its history: {self.story()}."
             )
         attempt = self.attempt + (state is RequestState.RETRYING)
-        return replace(
-            self,
-            history=(*self.history, StateChange(state=state, attempt=attempt, at=at)),
-            prefill_worker=prefill_worker or self.prefill_worker,
-            decode_worker=decode_worker or self.decode_worker,
-            outcome=outcome or self.outcome,
-        )
+        return replace(self, history=(*self.history, StateChange(state=state, attempt=attempt, at=at)))
 
     def story(self) -> str:
         """The history in one line: `queued:1 +0.000 s, reserved:1 +0.012 s, ...`."""

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 
 from pdserve.base.trace_context import TraceContext
 from pdserve.observe.tracing.spans import NO_TRACER, Attribute, Span, SpanEvent, SpanKind, Tracer
-from router_svc.records.entries import Decision, Entries, Incident
-from router_svc.records.record import Record, TracePhase
+from router_svc.records.decisions import Decision, Incident, chunks_of
+from router_svc.records.events import WorkerChosen
+from router_svc.records.phases import TracePhase
+from router_svc.records.record import Record
 from router_svc.records.request_state import RequestState
 
 PROVIDER = "pdserve"
@@ -30,16 +32,13 @@ class RequestTrace:
     model_name: str = ""
     #: The prompt's own span.
     context: TraceContext | None = field(init=False)
-    #: A span for each of the record's decisions, in order.
-    calls: Entries[TraceContext | None] = field(default_factory=Entries)
 
     def __post_init__(self) -> None:
         self.context = self.tracer.child(self.parent)
 
     def start_call(self) -> TraceContext | None:
         """The context for the call to a worker that was just chosen."""
-        self.calls.append(self.tracer.child(self.context))
-        return self.calls[-1]
+        return self.tracer.child(self.context)
 
     def end(self, record: Record) -> None:
         """Gives the spans of an ended request to the tracer, if it wants them."""
@@ -70,9 +69,9 @@ class RequestTrace:
             start=accepted_at,
             end=accepted_at + phases.get(TracePhase.ADMITTED, end),
         )
-        for decision, context in zip(record.decisions, self.calls, strict=True):
-            assert context is not None
-            yield _call_span(record, decision, context, self.context)
+        for decision, (chosen, _) in zip(record.decisions, record.log.of(WorkerChosen), strict=True):
+            assert chosen.call is not None
+            yield _call_span(record, decision, chosen.call, self.context)
 
 
 def _call_span(record: Record, decision: Decision, context: TraceContext, parent: TraceContext) -> Span:
@@ -83,7 +82,7 @@ def _call_span(record: Record, decision: Decision, context: TraceContext, parent
         end = failure.at
     elif is_prefill:
         end = max(decision.at, record.phases.get(TracePhase.COMMIT, end))
-    chunks = [chunk for chunk in record.chunks if is_prefill and decision.at <= chunk.at <= end]
+    chunks = [chunk for chunk in chunks_of(record.log) if is_prefill and decision.at <= chunk.at <= end]
     return Span(
         name=f"call {decision.tier} worker",
         context=context,
@@ -135,14 +134,13 @@ def _attributes(record: Record) -> dict[str, Attribute]:
         "pdserve.completion_tokens": record.completion_tokens,
         "pdserve.max_tokens": record.max_tokens,
         "pdserve.n": record.n,
-        "pdserve.finish_reasons": record.finish_reasons,
+        "pdserve.finish_reasons": _finish_reasons(record),
     }
-    seconds = record.timeline.seconds(record.phases[TracePhase.FINISH])
-    found |= {f"pdserve.{phase}_s": spent for phase, spent in seconds.items()}
-    if record.prefilled_by is not None:
-        found["pdserve.prefilled_by"] = record.prefilled_by
-    if record.local_prefill_reason is not None:
-        found["pdserve.local_prefill_reason"] = record.local_prefill_reason.value
+    found |= {f"pdserve.{phase}_s": spent for phase, spent in record.seconds_in().items()}
+    if record.prefill.tier is not None:
+        found["pdserve.prefilled_by"] = record.prefill.tier
+    if record.prefill.local_reason is not None:
+        found["pdserve.local_prefill_reason"] = record.prefill.local_reason.value
     return found
 
 
@@ -156,7 +154,7 @@ def _gen_ai(record: Record, operation: str, model_name: str) -> dict[str, Attrib
         "gen_ai.request.choice.count": record.n,
         "gen_ai.response.id": record.request_id,
         "gen_ai.response.model": model_name,
-        "gen_ai.response.finish_reasons": record.finish_reasons,
+        "gen_ai.response.finish_reasons": _finish_reasons(record),
         "gen_ai.usage.input_tokens": record.prompt_tokens,
         "gen_ai.usage.output_tokens": record.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
@@ -164,3 +162,7 @@ def _gen_ai(record: Record, operation: str, model_name: str) -> dict[str, Attrib
     if TracePhase.FIRST_WRITE in record.phases:
         found["gen_ai.response.time_to_first_chunk"] = record.phases[TracePhase.FIRST_WRITE]
     return found
+
+
+def _finish_reasons(record: Record) -> list[str]:
+    return [] if record.end is None else [*record.end.finish_reasons]

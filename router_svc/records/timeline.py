@@ -12,6 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from router_svc.records.event_log import EventLog
+from router_svc.records.events import (
+    Admitted,
+    DecodeStarted,
+    FirstDecoded,
+    Prefilled,
+    PrefillScored,
+    Retried,
+    WorkerChosen,
+)
+
 
 class Phase(StrEnum):
     """What a request waits for, in the order of a request without faults."""
@@ -78,3 +89,25 @@ class Timeline:
         if index < len(self.starts):
             start = min(start, self.starts[index].at)
         self.starts.insert(index, PhaseStart(phase, start))
+
+
+def timeline_of(log: EventLog) -> Timeline:
+    """The phases of a request, of its events."""
+    timeline = Timeline()
+    for logged in log:
+        match logged.event:
+            case Admitted():
+                timeline.enter(Phase.RESERVE, logged.at)
+            case WorkerChosen(tier="prefill"):
+                timeline.enter(Phase.PREFILL, logged.at)
+            case DecodeStarted(is_prefilled_locally=True, computing_s=computing_s):
+                timeline.enter(Phase.PREFILL, logged.at - computing_s)
+            case DecodeStarted(queue_s=queue_s):
+                timeline.enter(Phase.DECODE, logged.at - queue_s)
+            case Prefilled(is_complete=False):
+                timeline.enter(Phase.WIRE, logged.at)
+            case FirstDecoded():
+                timeline.enter(Phase.DECODE, logged.at)
+            case Retried() | PrefillScored(has_output=True):
+                timeline.restart(logged.at)
+    return timeline

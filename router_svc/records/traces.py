@@ -9,9 +9,8 @@ from pydantic_core import from_json
 
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import RequestId
-from router_svc.records.brief import brief_of
 from router_svc.records.recent_records import RecentRecords
-from router_svc.records.record import Json
+from router_svc.records.record_json import Json, as_json, brief_of
 from router_svc.records.request_state import RequestProgress
 from router_svc.records.request_store import RequestStore
 
@@ -47,7 +46,7 @@ class Traces:
         for candidate in candidates:
             record = self._recent.get(candidate)
             if record is not None and tenant in (None, record.tenant):
-                return record.as_json()
+                return as_json(record)
         for candidate in candidates:
             stored = await self._store.get(candidate)
             if stored is None:

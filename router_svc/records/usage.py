@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 
-from router_svc.records.record import Record, TracePhase
+from router_svc.records.phases import TracePhase
+from router_svc.records.record import Record
 from router_svc.records.request_state import RequestState
 
 #: Tenants with a series of their own. The others share one.
@@ -99,7 +100,7 @@ def tokens_charged(record: Record) -> int:
 
 def _prefill_has_started(record: Record) -> bool:
     """Whether a worker has reported that it computes the prompt, or another router has had tokens of it."""
-    return record.completion_tokens > 0 or TracePhase.PREFILL_START in record.phases or record.prefilled_by is not None
+    return record.completion_tokens > 0 or TracePhase.PREFILL_START in record.phases or record.prefill.tier is not None
 
 
 def day_of(now: float) -> str:

@@ -14,6 +14,7 @@ from pdserve.base.errors import NoFreeBlocks, NoWorkers, PdserveError, TransferE
 from pdserve.peers.seals import Purpose
 from pdserve.peers.workers import WorkerRecord
 from pdserve.v1 import decode_pb2
+from router_svc.records.events import AttemptStarted, BlocksReserved, DecodeStarted, FellBack, FirstDecoded
 from router_svc.request.calls import DecodeCall, DecodeFailed, is_reported
 from router_svc.request.failure import failure_of
 from router_svc.request.prefill_attempt import prefill
@@ -71,10 +72,11 @@ class DecodeAttempt:
                 match event.WhichOneof("event"):
                     case "ticket":
                         self._losses.answered(worker)
-                        self._journal.granted(event.ticket, worker)
+                        reserved = BlocksReserved(worker=worker.worker_id, reserve_s=event.ticket.reserve_s)
+                        self._journal.append(reserved)
                     case "started":
                         self._losses.answered(worker)
-                        self._journal.started(event.started, worker)
+                        self._journal.append(DecodeStarted.of(event.started, worker))
                         if event.started.prefilled_locally:
                             uncached = max(self._prompt_tokens - event.started.cached_tokens, 0)
                             local_prefill.enter_context(self._queued.assigned(worker, uncached))
@@ -84,7 +86,8 @@ class DecodeAttempt:
                         await self._end(handover)
                         return
                     case "tokens":
-                        self._journal.decoded()
+                        if not self._journal.record.log.num(FirstDecoded):
+                            self._journal.append(FirstDecoded())
                         self._queued.mark_computed()
                         await self._delivery.tokens(event.tokens.choices, self._call)
 
@@ -183,7 +186,8 @@ class DecodeAttempt:
             error = NoWorkers("No other prefill worker is ready. Retry in a few seconds.")
             raise DecodeFailed(error, failed_prefill or self._call.worker)
         worker = self._call.worker
-        self._journal.prefill_on_decode(reason, worker)
+        self._journal.append(AttemptStarted())
+        self._journal.append(FellBack(reason=reason, worker=worker.worker_id))
         command = decode_pb2.PrefillLocally(
             attempt=self._journal.record.attempt, forced_first_tokens=self._output.first_tokens
         )

@@ -9,6 +9,7 @@ from pdserve.base.errors import PeerLost, TransferError
 from pdserve.base.pooling import Pooling
 from pdserve.base.sampling import POOLING_VERSION, SamplingParams
 from pdserve.base.vectors import floats
+from router_svc.records.events import PrefillScored
 from router_svc.request.prompt_attempts import PromptAttempts
 from router_svc.routing.placement import Placement
 
@@ -26,7 +27,7 @@ class Embedding(PromptAttempts[bytes]):
         if not self._prompt.generation.needs_whole_prompt:
             await self._prompt.placer.look_up()
         values = await self._result()
-        self._prompt.journal.scored(has_output=False)
+        self._prompt.journal.append(PrefillScored(has_output=False))
         self._prompt.delivery.embedding(values)
 
     async def _attempt(self, placement: Placement) -> bytes:

@@ -7,6 +7,7 @@ import time
 from pdserve.base.errors import PdserveError
 from pdserve.peers.workers import WorkerRecord
 from router_svc.generation import Generation
+from router_svc.records.events import Retried, WorkerLost
 from router_svc.records.journal import Journal
 from router_svc.request.calls import is_gone, is_lost_in_call
 from router_svc.request.placer import Placer
@@ -39,7 +40,7 @@ class Losses:
     def prefill_failed(self, placement: Placement, error: PdserveError) -> None:
         """A prefill worker has failed, and the next attempt starts."""
         self._placer.exclude_prefill(placement, error)
-        self._journal.retry(error, placement.worker)
+        self._journal.append(Retried.of(error, placement.worker))
 
     async def note(self, worker: WorkerRecord, error: PdserveError) -> None:
         """Makes other requests avoid a worker that cannot be reached, and counts it against this request.
@@ -54,7 +55,7 @@ class Losses:
         self._count += 1
         await self._count_death(worker)
         deaths = self._placer.deaths
-        self._journal.lost_worker(worker, deaths.remark)
+        self._journal.append(WorkerLost(worker=worker.worker_id, remark=deaths.remark))
         last = f"The last was {worker.tier} worker {worker.worker_id}."
         if deaths.is_over:
             self._quarantine.add(self._generation, time.monotonic())

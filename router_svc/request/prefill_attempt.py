@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 
 from pdserve.base.errors import PeerLost
 from pdserve.v1 import decode_pb2, prefill_pb2
+from router_svc.records.events import Committed, Prefilled, WorkerChosen
 from router_svc.request.calls import DecodeCall, prefill_call
 from router_svc.request.running_prompt import RunningPrompt
 from router_svc.routing.placement import Placement
@@ -20,7 +21,7 @@ async def prefill(
     reported, `PeerLost`, or `TransferTimeout` when it is silent.
     """
     worker, journal, cluster = placement.worker, prompt.journal, prompt.cluster
-    trace = journal.chose_prefill(placement)
+    trace = journal.chose(WorkerChosen.of(placement))
     request = prompt.messages.prefill(ticket)
     await prompt.retained.aclose()
     limits = cluster.policy.silence
@@ -36,12 +37,12 @@ async def prefill(
                             await call.send(decode_pb2.DecodeRequest(keep_lease=decode_pb2.KeepLease()))
                     case "first_token":
                         prompt.queued.mark_computed()
-                        journal.prefilled(event.first_token)
+                        journal.append(Prefilled.of(event.first_token))
                         await prompt.delivery.tokens(event.first_token.choices, call)
                         if prompt.output.is_finished and not _has_started(call):
                             return
                     case "done":
-                        journal.committed(event.done)
+                        journal.append(Committed.of(event.done))
                         prompt.retained.push_async_exit(calling.pop_all())
                         return
     raise PeerLost(f"Prefill worker {worker.worker_id} ended the stream before the transfer was committed.")
@@ -53,8 +54,7 @@ def _has_started(call: DecodeCall | None) -> bool:
 
 
 def _take_progress(prompt: RunningPrompt, placement: Placement, progress: prefill_pb2.PrefillProgress) -> None:
-    prompt.losses.answered(placement.worker)
-    prompt.journal.progressed(progress)
+    prompt.progressed(placement.worker, progress)
     # The worker knows better than the index what it has cached, even while the prompt is queued.
     done = max(progress.computed_tokens, progress.cached_tokens)
     prompt.queued.update(max(placement.prompt_tokens - done, 0))

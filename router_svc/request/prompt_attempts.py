@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from pdserve.base.errors import Draining, NoWorkers, PdserveError, RequestError
 from pdserve.v1 import prefill_pb2
+from router_svc.records.events import Retried, WorkerChosen
 from router_svc.request.calls import prefill_call
 from router_svc.request.running_prompt import RunningPrompt
 from router_svc.routing.incarnation import Incarnation, incarnation_of
@@ -55,7 +56,7 @@ class PromptAttempts(ABC, Generic[Result]):
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """The events of a call, in which progress is noted. Close it when its loop is left early."""
         prompt, worker = self._prompt, placement.worker
-        trace = prompt.journal.chose_prefill(placement, scores=scores)
+        trace = prompt.journal.chose(WorkerChosen.of(placement, scores=scores))
         silence_s = prompt.cluster.policy.silence.of_prefill(worker, None)
         num_missing = placement.uncached_tokens
         with prompt.queued.assigned(worker, num_missing):
@@ -63,8 +64,7 @@ class PromptAttempts(ABC, Generic[Result]):
                 # To its end: the worker has forgotten the prompt then, and may get it again at once.
                 while (event := await call.next_event(silence_s)) is not None:
                     if event.HasField("progress"):
-                        prompt.losses.answered(worker)
-                        prompt.journal.progressed(event.progress)
+                        prompt.progressed(worker, event.progress)
                         prompt.queued.update(max(self._num_prompt - event.progress.computed_tokens, 0))
                     yield event
 
@@ -77,7 +77,7 @@ class PromptAttempts(ABC, Generic[Result]):
         prompt.placer.exclude_prefill(placement, error)
         if self._choose() is None and not self._may_wait():
             raise error
-        prompt.journal.retry(error, placement.worker)
+        prompt.journal.append(Retried.of(error, placement.worker))
 
     def _choose(self) -> Placement | None:
         return self._prompt.placer.choose_without_output(self.version)

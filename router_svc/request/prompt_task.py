@@ -6,6 +6,7 @@ from pdserve.base.errors import PdserveError
 from pdserve.base.logs import enter_request, get_logger
 from pdserve.model.tokenizer import Tokenizer
 from router_svc.generation import Generation
+from router_svc.records.events import Admitted, Ended
 from router_svc.records.journal import Journal
 from router_svc.request.delivery import Delivery
 from router_svc.request.fair_order import QueueSlot
@@ -56,10 +57,10 @@ class PromptTask:
                 await self._log.replay(self._generation, output, self._journal, stream)
             if not output.is_finished:
                 await self._gate.wait_for_turn(self._slot)
-                self._journal.admitted()
+                self._journal.append(Admitted())
                 await self._run(cluster, output, stream, quarantine)
             await stream.wait_until_written()
-            self._journal.finished(output.finish_reasons)
+            self._journal.append(Ended.finished(output.finish_reasons))
         except PdserveError as expected:
             error = expected
         except Exception as unexpected:  # noqa: BLE001 - the error boundary of a request: others continue
@@ -68,7 +69,7 @@ class PromptTask:
         finally:
             self._gate.leave(self._slot)
         if error is not None:
-            self._journal.failed(error)
+            self._journal.append(Ended.failed(error))
         stream.end(error)
 
     async def _run(self, cluster: Cluster, output: Output, stream: DeltaStream, quarantine: Quarantine) -> None:

@@ -15,6 +15,7 @@ from pdserve.base.trace_context import TraceContext
 from pdserve.model.tokenizer import Tokenizer
 from pdserve.observe.tracing.spans import NO_TRACER, Tracer
 from router_svc.generation import BATCH_PRIORITY, Generation
+from router_svc.records.events import Ended
 from router_svc.records.journal import Journal
 from router_svc.records.metrics import RouterMetrics
 from router_svc.records.recent_records import RecentRecords
@@ -176,7 +177,8 @@ class Requests:
 
     async def _end(self, client: Client, journals: Sequence[Journal], run: RunLog, opened: OpenRequest | None) -> None:
         for journal in journals:
-            journal.ended_early(None if opened is None else opened.ended_by())
+            if not journal.record.state.is_final:
+                journal.append(Ended.ended_early(None if opened is None else opened.ended_by()))
         try:
             await run.end()
         finally:

@@ -100,13 +100,13 @@ class RunLog:
         await run_to_completion(self._logs.end(self._log, self._ending(), charge))
 
     def _ending(self) -> Ending:
-        records = [journal.record for journal in self._journals]
-        if any(record.state is RequestState.FAILED and not _can_go_on(record.progress.outcome) for record in records):
+        ends = [journal.record.end for journal in self._journals]
+        if any(end.state is RequestState.FAILED and not _can_go_on(end.outcome) for end in ends if end is not None):
             return Ending.FAILED
         # Who cancelled it by its id wants none of it any more, unlike a client whose connection broke.
-        if any(record.state is RequestState.CANCELLED and record.error for record in records):
+        if any(end.state is RequestState.CANCELLED and end.error for end in ends if end is not None):
             return Ending.FAILED
-        is_complete = all(record.state is RequestState.FINISHED for record in records)
+        is_complete = all(end is not None and end.state is RequestState.FINISHED for end in ends)
         return Ending.COMPLETE if is_complete else Ending.LEFT
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
+from pdserve.peers.workers import WorkerRecord
+from pdserve.v1 import prefill_pb2
 from router_svc.generation import Generation
+from router_svc.records.events import PrefillProgressed
 from router_svc.records.journal import Journal
 from router_svc.request.delivery import Delivery
 from router_svc.request.losses import Losses
@@ -33,3 +36,9 @@ class RunningPrompt:
     queued: QueuedPrompt
     #: The call to the prefill worker that has handed the prompt over. It retains the blocks until the call ends.
     retained: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    def progressed(self, worker: WorkerRecord, progress: prefill_pb2.PrefillProgress) -> None:
+        """A prefill worker has reported its progress."""
+        self.losses.answered(worker)
+        if not progress.queued:
+            self.journal.append(PrefillProgressed.of(progress))

@@ -25,6 +25,7 @@ import contextlib
 
 from pdserve.base.errors import NoWorkers, PdserveError, RequestError, TransferError
 from pdserve.peers.workers import WorkerRecord
+from router_svc.records.events import NumericsChanged, Retried, WorkerChosen
 from router_svc.request.calls import DecodeFailed, is_reported
 from router_svc.request.embedding import Embedding
 from router_svc.request.error_for_client import error_for_client
@@ -111,7 +112,7 @@ class Saga:
                 if recovery.is_final:
                     raise refusal
                 raise error_for_client(refusal, self._cluster, self._placer, recovery.home)
-            self._journal.retry(refusal, worker)
+            self._journal.append(Retried.of(refusal, worker))
             self._output.forget_early()
             # The prompt may be cached by now, and a worker that started anew has nothing.
             await self._placer.look_up()
@@ -135,11 +136,12 @@ class Saga:
         placement, worker = run.placement, run.placement.worker
         numerics = self._recovery.home.numerics_class
         if numerics not in (None, worker.numerics_class):
-            self._journal.changed_numerics(str(numerics), worker)
+            changed = NumericsChanged(before=str(numerics), after=worker.numerics_class, worker=worker.worker_id)
+            self._journal.append(changed)
         num_tokens = self._output.completion_tokens
         remote = self._placer.choose_prefill(worker)
         plan = self._plan_prefill(placement, remote)
-        trace = self._journal.chose_decode(placement, plan)
+        trace = self._journal.chose(WorkerChosen.of(placement, plan=plan))
         start = self._prompt.messages.decode(plan.threshold, trace)
         with contextlib.ExitStack() as counted:
             # Other requests see the prompt's tokens in the queue of the worker that will probably compute them.

@@ -11,6 +11,7 @@ from pdserve.base.errors import PeerLost, TransferError
 from pdserve.base.sampling import SCORING_VERSION, SamplingParams, TokenLogprobs
 from pdserve.base.wire import logprobs_from_wire
 from pdserve.v1 import prefill_pb2
+from router_svc.records.events import PrefillScored
 from router_svc.request.output import require_numbers
 from router_svc.request.prompt_attempts import PromptAttempts
 from router_svc.routing.placement import Placement
@@ -30,7 +31,8 @@ class Scoring(PromptAttempts[list[TokenLogprobs]]):
         # The first token of a prompt has no log-probability.
         scores = await self._result() if self._num_prompt > 1 else []
         if scores:
-            self._prompt.journal.scored(has_output=self._prompt.generation.sampling.max_tokens > 0)
+            has_output = self._prompt.generation.sampling.max_tokens > 0
+            self._prompt.journal.append(PrefillScored(has_output=has_output))
         self._prompt.delivery.scores(scores)
 
     async def _attempt(self, placement: Placement) -> list[TokenLogprobs]:

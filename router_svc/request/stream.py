@@ -15,8 +15,9 @@ from typing import Protocol
 
 from pdserve.base.errors import PdserveError
 from pdserve.base.tasks import service_group
+from router_svc.records.events import Admitted, FirstWrite, Retried
 from router_svc.records.journal import Journal
-from router_svc.records.record import Record, TracePhase
+from router_svc.records.record import Record
 from router_svc.request.output import ChoiceDelta
 
 #: A client that reads nothing for this long is disconnected. Otherwise it would hold its queue slot forever.
@@ -224,19 +225,19 @@ class DeltaStream:
             return
         self._has_written = True
         for journal in self._journals:
-            journal.first_written()
+            journal.append(FirstWrite())
         self._on_first_write(self._journals[0].record)
 
     @property
     def is_admitted(self) -> bool:
         """Whether every prompt has left the admission queue."""
-        return all(TracePhase.ADMITTED in journal.record.phases for journal in self._journals)
+        return all(journal.record.log.num(Admitted) for journal in self._journals)
 
     def describe(self) -> str:
         """What the request is doing, for an error."""
         records = [journal.record for journal in self._journals]
         states = dict.fromkeys(record.state.value for record in records if not record.state.is_final)
-        retries = sum(record.retries.total for record in records)
+        retries = sum(record.log.num(Retried) for record in records)
         tried = f" after {retries} retries" if retries else ""
         return f"it was {' and '.join(states) or 'complete'}{tried}, with {self.usage.completion_tokens} tokens so far"
 

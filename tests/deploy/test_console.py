@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
+from pdserve.base.ids import Epoch, WorkerId
 from pdserve.peers.workers import TransportReport, WorkerLoad
-from router_svc.records.entries import Decision
+from router_svc.records.events import WorkerChosen
 from router_svc.records.request_state import RequestState
 from tests.support.browser import Browser, find_chromium, open_browser
 from tests.support.cluster import Cluster, running_cluster
@@ -166,12 +167,9 @@ def busy() -> FakeCluster:
     """Seven workers, requests in every state, and nothing wrong."""
     fake = FakeCluster(many_workers(3, 4))
     why = "0 of 300 tokens cached, cost 364; next best decode-0 costs 428"
-    decisions = [
-        Decision(at=0.0004, attempt=1, tier=tier, worker=f"{tier}-1", epoch=1, why=why)  # type: ignore[arg-type]
-        for tier in ("decode", "prefill")
-    ]
+    chosen = [WorkerChosen(worker=WorkerId("decode-1"), epoch=Epoch(1), tier="decode", why=why)]
     for index in range(20):
-        fake.add_request(f"chatcmpl-{index:032x}", ago_s=100 - index, decisions=decisions)
+        fake.add_request(f"chatcmpl-{index:032x}", ago_s=100 - index, chosen=chosen)
     fake.add_request("chatcmpl-failed", state=RequestState.FAILED, ago_s=5, error="Worker decode-3 was lost.")
     fake.add_request("chatcmpl-running", state=RequestState.DECODING, ago_s=1)
     return fake
@@ -342,8 +340,8 @@ async def test_names_and_answers_with_markup_are_only_text() -> None:
     fake.directory.workers[0] = worker_record("decode-x", tier="prefill")
     object.__setattr__(fake.directory.workers[1], "transport", TransportReport(paths={MARKUP: 1}, degraded=MARKUP))
     fake.health.degraded["redis"] = MARKUP
-    decision = Decision(at=0.1, attempt=1, tier="decode", worker=MARKUP, epoch=1, why=MARKUP)  # type: ignore[arg-type]
-    fake.add_request("chatcmpl-a", state=RequestState.FAILED, error=MARKUP, decisions=[decision], endpoint=MARKUP)
+    chosen = [WorkerChosen(worker=WorkerId(MARKUP), epoch=Epoch(1), tier="decode", why=MARKUP)]
+    fake.add_request("chatcmpl-a", state=RequestState.FAILED, error=MARKUP, chosen=chosen, endpoint=MARKUP)
     routes = [web.post("/v1/chat/completions", chat)]
     async with serving(fake, routes=routes) as (url, _), page(url) as browser:
         await browser.until(f"document.querySelector('#view-cluster').innerText.includes({json.dumps(MARKUP)})")

@@ -30,6 +30,7 @@ from pdserve.base.sampling import SCORING_VERSION, SamplingParams, TokenLogprobs
 from pdserve.peers.workers import Tier, WorkerRecord
 from pdserve.v1 import decode_pb2
 from router_svc.generation import Generation, TextRules
+from router_svc.records.events import BlocksReserved, DecodeStarted, Ended, PrefillScored, WorkerChosen
 from router_svc.records.journal import Journal
 from router_svc.records.record import Record
 from router_svc.records.request_state import TRANSITIONS, RequestState
@@ -91,7 +92,8 @@ class _Call:
             case "ticket" | "stale-ticket":
                 attempt = self.attempt - (decision == "stale-ticket")
                 granted = decode_pb2.TicketGranted(ticket=decode_pb2.Ticket(attempt=attempt))
-                self._prompt.journal.granted(granted, self.worker)
+                reserved = BlocksReserved(worker=self.worker.worker_id, reserve_s=0.0)
+                self._prompt.journal.append(reserved)
                 return decode_pb2.DecodeResponse(ticket=granted)
             case "late":
                 raise DecodeFailed(error, self.worker) from error
@@ -104,14 +106,14 @@ class _Call:
         started = decode_pb2.DecodeStarted(prefilled_locally=self.after in ("start", "prefill_locally"))
         if started.prefilled_locally:
             self._cluster.output.gain(1)
-        self._prompt.journal.started(started, self.worker)
+        self._prompt.journal.append(DecodeStarted.of(started, self.worker))
         return decode_pb2.DecodeResponse(started=started)
 
 
 async def _prefill(prompt: Any, placement: Any, ticket: Any, call: Any) -> None:
     """In place of the call to a prefill worker."""
     cluster: SagaCluster = prompt.cluster
-    prompt.journal.chose_prefill(placement)
+    prompt.journal.chose(WorkerChosen.of(placement))
     if ticket.attempt != call.attempt or ticket.attempt != prompt.journal.record.attempt:
         raise Broken(f"a prefill worker gets the ticket of attempt {ticket.attempt} in attempt {call.attempt}")
     decision = await cluster.decide("committed", "prefill-lost", "prefill-lost-later", "prefill-fails")
@@ -127,7 +129,7 @@ async def _score(scoring: Any, placement: Any) -> list[TokenLogprobs]:
     """In place of the call to a prefill worker that scores the prompt."""
     prompt = scoring._prompt
     cluster: SagaCluster = prompt.cluster
-    prompt.journal.chose_prefill(placement, scores=True)
+    prompt.journal.chose(WorkerChosen.of(placement, scores=True))
     cluster.new_scoring(prompt.journal.record.attempt)
     match await cluster.decide("scored", "prefill-lost", "prefill-drains", "prefill-fails"):
         case "scored":
@@ -223,15 +225,14 @@ class SagaWorld:
                     self._cluster.at_once = 0
                 self._waits_for = coroutine.send(decision)  # type: ignore[arg-type]
         except StopIteration:
-            self._end(lambda: self._journal.finished(["length"]))
+            self._end(Ended.finished(["length"]))
         except PdserveError as error:
-            failure = error
             self._require_hopeless(error)
-            self._end(lambda: self._journal.failed(failure))
+            self._end(Ended.failed(error))
 
-    def _end(self, report: Callable[[], None]) -> None:
+    def _end(self, end: Ended) -> None:
         self._waits_for = ()
-        report()
+        self._journal.append(end)
 
     @property
     def is_final(self) -> bool:
@@ -262,6 +263,10 @@ class SagaWorld:
         return not ready - (scoring._draining if scoring else set())
 
     @property
+    def _is_scored(self) -> bool:
+        return bool(self._journal.record.log.num(PrefillScored))
+
+    @property
     def _scoring(self) -> Scoring | None:
         """What scores the prompt at present."""
         selves = (each.get("self") for each in _frames(self._coroutine))
@@ -276,7 +281,7 @@ class SagaWorld:
             raise Broken("the request goes on")
         if RequestState.CANCELLED not in TRANSITIONS[self._journal.record.state]:
             raise Broken(f"a client cannot leave a request that is {self._journal.record.state}")
-        self._end(lambda: self._journal.ended_early(DeadlineExceeded("its time is over")))
+        self._end(Ended.ended_early(DeadlineExceeded("its time is over")))
 
     def key(self) -> Hashable:
         if self.is_final:
@@ -288,7 +293,7 @@ class SagaWorld:
         scoring = self._scoring
         return (
             self._journal.record.state,
-            self._journal._is_scored,
+            self._is_scored,
             scoring and (scoring._was_expected, frozenset(scoring._draining)),
             self._waits_for,
             *(frozenset(each) for each in (recovery._failed, recovery._avoided, recovery._met)),
@@ -315,7 +320,7 @@ class SagaWorld:
             return
         if not saga._placer.deaths.may_reach("decode"):  # It waits for prefill workers alone.
             return
-        if self._bounds.scores and not self._journal._is_scored:
+        if self._bounds.scores and not self._is_scored:
             if saga._placer.choose_without_output(SCORING_VERSION) is not None:
                 raise Broken(f"the request fails ({error}) although a prefill worker could score it")
             return

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from decode_svc.replication.replicas import Replicas
 from decode_svc.scheduler import DecodeScheduler
+from router_svc.records.events import Event, MoveEnded, MoveStarted
 from router_svc.records.journal import Journal
-from router_svc.records.migration import MigrationOutcome
 from router_svc.request.migration.target import MigrationTarget
 from tests.simulation.loop import current_process
 
@@ -117,20 +117,19 @@ class Phases:
         self._live.kill(worker, after_s=1.0)
 
     def _watch_routers(self) -> None:
-        def moves(journal: Any, reason: str, source: Any, target: Any, **named: Any) -> None:
-            self._note("move", source.worker_id, target.worker.worker_id)
+        def appended(journal: Any, event: Event) -> None:
+            match event:
+                case MoveStarted(source=source, target=target):
+                    self._note("move", source, target)
+                case MoveEnded(outcome=outcome) if outcome.has_moved:
+                    move = journal.record.migrations[-1]
+                    self.moved[move.reason] += 1
+                    self._note("takeover", move.source, move.target)
 
         def handed_off(follower: Any, result: Any) -> None:
             self._note("hand-off", follower._source.worker.worker_id, follower._target.worker.worker_id)
 
-        def moved(journal: Any, outcome: MigrationOutcome, **named: Any) -> None:
-            if outcome in (MigrationOutcome.MOVED, MigrationOutcome.SOURCE_LOST):
-                move = journal.record.migrations[-1]
-                self.moved[move.reason] += 1
-                self._note("takeover", move.source, move.target)
-
-        _after(Journal, "moves", moves)
-        _after(Journal, "moved", moved)
+        _after(Journal, "append", appended)
         _after(MigrationTarget, "handed_off", handed_off)
 
     def _watch_workers(self) -> None:

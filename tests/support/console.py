@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 from kvtransfer.index.prefix_index import KvEvent, KvEventKind, PrefixIndex
+from pdserve.base.errors import PdserveError
 from pdserve.base.ids import Epoch, RequestId, WorkerId
 from pdserve.base.tasks import service_group
 from pdserve.net.admin import Health, bound_socket, serve_http
@@ -23,11 +24,22 @@ from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.models import ModelBackend, Models
 from router_svc.api.openai.info import OperatorApi
 from router_svc.clients.access import Access
-from router_svc.records.entries import Decision
+from router_svc.records.events import (
+    Admitted,
+    BlocksReserved,
+    DecodeStarted,
+    Ended,
+    Event,
+    FirstDecoded,
+    FirstToken,
+    FirstWrite,
+    Prefilled,
+    PrefillProgressed,
+    WorkerChosen,
+)
 from router_svc.records.recent_records import RecentRecords
-from router_svc.records.record import Record, TracePhase
+from router_svc.records.record import Record
 from router_svc.records.request_state import RequestProgress, RequestState
-from router_svc.records.timeline import Phase, Timeline
 from router_svc.records.traces import Traces
 from router_svc.routing.cluster import Cluster, RoutingPolicy
 from router_svc.routing.silence import SilenceLimits
@@ -35,7 +47,6 @@ from tests.support.records import block_hashes, worker_record
 
 MODEL = "tiny"
 MAX_QUEUED = 512
-S = RequestState
 
 
 @dataclass
@@ -127,71 +138,62 @@ class FakeCluster:
         return record
 
 
-#: Phases of a request that was handed over, in seconds.
-PHASES: Mapping[TracePhase, float] = {
-    TracePhase.ADMITTED: 0.0004,
-    TracePhase.RESERVED: 0.0042,
-    TracePhase.PREFILL_START: 0.011,
-    TracePhase.FIRST_TOKEN: 0.18,
-    TracePhase.FIRST_WRITE: 0.181,
-    TracePhase.COMMIT: 0.19,
-    TracePhase.FIRST_DECODE: 0.2,
-    TracePhase.FINISH: 0.71,
-}
-#: The phases of the same request.
-_STARTS = ((Phase.RESERVE, 0.0004), (Phase.PREFILL, 0.0042), (Phase.WIRE, 0.18), (Phase.DECODE, 0.19))
+_DECODE, _PREFILL = WorkerId("decode-0"), WorkerId("prefill-0")
+#: The events of a request that was handed over, with their times in seconds.
+_EVENTS: Sequence[tuple[float, Event]] = (
+    (0.0004, Admitted()),
+    (0.0042, BlocksReserved(worker=_DECODE, reserve_s=0.003)),
+    (0.0042, WorkerChosen(worker=_PREFILL, epoch=Epoch(1), tier="prefill", why="the only candidate")),
+    (0.011, PrefillProgressed(computing_s=0.0, cached_tokens=0, computed_tokens=0)),
+    (0.18, Prefilled(cached_tokens=0, is_complete=False)),
+    (0.18, FirstToken()),
+    (0.181, FirstWrite()),
+    (
+        0.19,
+        DecodeStarted(worker=_DECODE, queue_s=0.0, is_prefilled_locally=False, cached_tokens=0, computing_s=0.0),
+    ),
+    (0.2, FirstDecoded()),
+)
+_END_S = 0.71
 
 
 def request_record(
     request_id: str,
     *,
-    state: RequestState = S.FINISHED,
+    state: RequestState = RequestState.FINISHED,
     ago_s: float = 10.0,
-    prompt_tokens: int = 300,
-    decisions: Iterable[Decision] = (),
+    chosen: Iterable[WorkerChosen] = (),
+    error: str = "",
     **changes: Any,
 ) -> Record:
-    """A record in this state, accepted `ago_s` seconds ago."""
+    """A record in this state, accepted `ago_s` seconds ago. `chosen`: decisions before all others."""
     at = time.time() - ago_s
-    progress = RequestProgress.new(RequestId(request_id), at=at)
-    for step in _STEPS[state]:
-        progress = progress.advance(step, at=at)
-    phases = dict(PHASES) if state is S.FINISHED else {TracePhase.ADMITTED: 0.0004}
-    if state.is_final:
-        phases[TracePhase.FINISH] = PHASES[TracePhase.FINISH]
-    timeline = Timeline()
-    for phase, entered_at in _STARTS if state is S.FINISHED else _STARTS[:1]:
-        timeline.enter(phase, entered_at)
     record = Record(
         request_id=RequestId(request_id),
-        endpoint="/v1/chat/completions",
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=300,
         max_tokens=64,
         n=1,
         accepted_at=at,
         clock=time.monotonic,
         accepted_clock=time.monotonic() - ago_s,
-        progress=progress,
-        phases=phases,
-        timeline=timeline,
-        prefilled_by="prefill" if state is S.FINISHED else None,
-        completion_tokens=64 if state is S.FINISHED else 0,
-        finish_reasons=["length"] if state is S.FINISHED else [],
+        progress=RequestProgress.new(RequestId(request_id), at=at),
+        **{"endpoint": "/v1/chat/completions"} | changes,
     )
-    for decision in decisions:
-        record.decisions.append(decision)
-    return replace(record, **changes)
-
-
-_STEPS: Mapping[RequestState, tuple[RequestState, ...]] = {
-    S.QUEUED: (),
-    S.RESERVED: (S.RESERVED,),
-    S.PREFILLING: (S.RESERVED, S.PREFILLING),
-    S.DECODING: (S.RESERVED, S.PREFILLING, S.DECODING),
-    S.FINISHED: (S.RESERVED, S.PREFILLING, S.DECODING, S.FINISHED),
-    S.FAILED: (S.FAILED,),
-    S.CANCELLED: (S.CANCELLED,),
-}
+    is_served = state in (RequestState.DECODING, RequestState.FINISHED)
+    if state is not RequestState.QUEUED:
+        for happened_at, event in _EVENTS if is_served else _EVENTS[:1]:
+            record.append(event, at=happened_at)
+            if isinstance(event, Admitted):
+                for each in chosen:
+                    record.append(each, at=happened_at)
+    if state is RequestState.FINISHED:
+        record.completion_tokens = 64
+        record.append(Ended.finished(["length"]), at=_END_S)
+    elif state is RequestState.FAILED:
+        record.append(Ended.failed(PdserveError(error)), at=_END_S)
+    else:
+        assert state in (RequestState.QUEUED, RequestState.DECODING)
+    return record
 
 
 def many_workers(prefill: int, decode: int) -> list[WorkerRecord]:

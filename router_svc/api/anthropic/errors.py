@@ -12,7 +12,7 @@ from pdserve.base.errors import CapacityError, PdserveError, RequestError, codes
 from router_svc.api.http_request import IDS
 from router_svc.api.json_pieces import to_json
 from router_svc.api.openai.errors import error_headers
-from router_svc.records.record import Json
+from router_svc.records.record_json import Json
 
 #: No HTTP status, but the one of which Anthropic's clients know that the server has no capacity at present.
 OVERLOADED_STATUS = 529

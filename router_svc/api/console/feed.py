@@ -13,7 +13,7 @@ from pdserve.base.changes import Changes
 from pdserve.base.errors import Overloaded
 from router_svc.api.console.merge_patch import merge_patch
 from router_svc.api.console.state import ClusterState
-from router_svc.records.record import Json
+from router_svc.records.record_json import Json
 
 #: Seconds after which a refused reader may try again.
 _RETRY_AFTER_S = 30.0

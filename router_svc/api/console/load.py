@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from pdserve.peers.workers import WorkerRecord
-from router_svc.records.record import Json
+from router_svc.records.record_json import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from router_svc.records.record import Json
+from router_svc.records.record_json import Json
 
 
 def merge_patch(old: Mapping[str, Json], new: Mapping[str, Json]) -> dict[str, Json]:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pdserve.peers.workers import Tier, WorkerRecord
 from router_svc.api.console.load import LoadSample, TierLoad
-from router_svc.records.record import Json
+from router_svc.records.record_json import Json
 
 Severity = Literal["critical", "warning"]
 

@@ -14,7 +14,7 @@ from router_svc.api.console.load import LoadHistory, LoadSample, TierLoad, load_
 from router_svc.api.console.problems import Observed, Problem, find_problems
 from router_svc.api.models import Models
 from router_svc.api.openai.info import OperatorApi
-from router_svc.records.record import Json
+from router_svc.records.record_json import Json
 from router_svc.records.traces import Traces
 from router_svc.routing.cluster import TIERS
 

@@ -19,7 +19,7 @@ from pdserve.base.errors import (
     Unauthorized,
     codes_of,
 )
-from router_svc.records.record import Json
+from router_svc.records.record_json import Json
 
 #: Typical time for a worker to restart or to free capacity.
 _CAPACITY_RETRY_AFTER_S = 1.0

@@ -19,7 +19,7 @@ from router_svc.api.openai.answers import (
 from router_svc.api.openai.choices import CollectedChoice
 from router_svc.api.openai.errors import error_body
 from router_svc.api.openai.generation_request import GenerationRequest
-from router_svc.records.record import Json
+from router_svc.records.record_json import Json
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.stream import TokenUsage
 

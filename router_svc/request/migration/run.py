@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from pdserve.base.errors import PdserveError
 from pdserve.v1 import decode_pb2
-from router_svc.records.migration import MigrationOutcome
+from router_svc.records.events import MigrationOutcome, MoveEnded, MoveStarted, WorkerChosen
 from router_svc.request.calls import DecodeCall, DecodeFailed, decode_call
 from router_svc.request.decode_attempt import DecodeAttempt
 from router_svc.request.migration.target import MigrationTarget
@@ -122,7 +122,7 @@ class MigratingRun:
                 error = current.task.result()
                 if error is None or next_run is None or not _runs(next_run):
                     if error is not None and next_run is not None:
-                        self._journal.moved(MigrationOutcome.FAILED, error=_cause(error))
+                        self._journal.append(MoveEnded(outcome=MigrationOutcome.FAILED, error=str(_cause(error))))
                     return error
                 assert next_run.target is not None
                 await next_run.target.take_over()
@@ -190,7 +190,14 @@ class MigratingRun:
         assert source is not None
         has_output = len(self._prompt.output.continuation) == self._prompt.generation.sampling.n
         is_copied = self._may_copy and has_output and target.worker.layout.windows == (None,)
-        trace = self._journal.moves(self._reason, current.placement.worker, target, is_copied=is_copied)
+        move = MoveStarted(
+            reason=self._reason,
+            source=current.placement.worker.worker_id,
+            target=target.worker.worker_id,
+            is_copied=is_copied,
+        )
+        self._journal.append(move)
+        trace = self._journal.chose(WorkerChosen.of(target, move=move))
         start = self._prompt.messages.decode(0 if is_copied else _ALWAYS, trace, is_moving=is_copied)
         worker_run = self._next_run = _WorkerRun(target)
         self._num_moves += 1
@@ -206,7 +213,7 @@ class MigratingRun:
     def _switch(self, next_run: _WorkerRun, outcome: MigrationOutcome) -> _WorkerRun:
         """The target is the current worker from now on."""
         assert next_run.target is not None
-        self._journal.moved(outcome, sent_blocks=next_run.target.sent_blocks)
+        self._journal.append(MoveEnded(outcome=outcome, sent_blocks=next_run.target.sent_blocks))
         self.placement, self._next_run = next_run.placement, None
         self._failed.clear()
         self._may_copy, self._retry_s, self._next_try_at = True, _RETRY_S, 0.0
@@ -216,7 +223,7 @@ class MigratingRun:
     async def _give_up(self, next_run: _WorkerRun, error: DecodeFailed | PdserveError) -> PdserveError | None:
         """The request stays where it is. Returns an error that ends it, if this was one loss too many."""
         self._next_run = None
-        self._journal.moved(MigrationOutcome.FAILED, error=_cause(error))
+        self._journal.append(MoveEnded(outcome=MigrationOutcome.FAILED, error=str(_cause(error))))
         fault = error.worker if isinstance(error, DecodeFailed) else next_run.placement.worker
         if self._may_copy and incarnation_of(fault) != next_run.placement.incarnation:
             self._may_copy = False  # The source could not send: the target may compute.

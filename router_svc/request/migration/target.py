@@ -13,6 +13,7 @@ from pdserve.base.tasks import service_group
 from pdserve.base.wire import error_from_wire, tokens_from_wire
 from pdserve.peers.seals import Purpose
 from pdserve.v1 import common_pb2, decode_pb2
+from router_svc.records.events import TookOver
 from router_svc.request.calls import DecodeCall, DecodeFailed
 from router_svc.request.delivery import ignore_tokens
 from router_svc.request.migration.catch_up_policy import CatchUpPolicy
@@ -106,7 +107,7 @@ class MigrationTarget:
         if not self.has_caught_up:
             self.has_caught_up = True
             self._has_heard.set()  # Pieces that wait go now: it may be the target's reader that is here.
-            self._prompt.journal.takes_over()
+            self._prompt.journal.append(TookOver())
             await self._give()
             self._on_caught_up()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 from pdserve.peers.record_fields import record_to_fields
@@ -74,7 +75,8 @@ def request(random: Random) -> bytes:
     if random.random() < 0.2:
         return encode(other_shape(random, key, "pd:reqs"))
     progress = RequestProgress.new(REQUEST, at=1.0)  # type: ignore[arg-type]
-    progress = progress.advance(random.choice((RequestState.FAILED, RequestState.CANCELLED)), at=2.0, outcome="stop")
+    progress = progress.advance(random.choice((RequestState.FAILED, RequestState.CANCELLED)), at=2.0)
+    progress = replace(progress, outcome="stop")
     record = {"request_id": REQUEST, "state": "failed", "phases": {"finish": 1.0}, "tenant": None}
     fields = _fields(_to_fields(StoredRequest(progress=progress, record=json.dumps(record))))
     for _ in range(random.randint(1, 3)):

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pdserve.cli.__main__ import main
 from pdserve.cli.trace_view import RequestTrace, Span, bar, render, spans_of
-from router_svc.records.record import TracePhase
+from router_svc.records.phases import TracePhase
 from tests.unit.cli.fake_router import FakeRouter, running
 
 TRACE: dict[str, Any] = {

@@ -17,7 +17,7 @@ from pdserve.base.errors import PeerLost
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
-from router_svc.records.record import TracePhase
+from router_svc.records.phases import TracePhase
 from tests.integration.router_svc.conftest import ScriptedCluster, in_own_task, open_cluster
 from tests.integration.router_svc.script import failing, hang
 from tests.support.deadline import DEADLINE_S

@@ -9,8 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.base.errors import InvalidTransition
-from pdserve.base.ids import RequestId, WorkerId
+from pdserve.base.ids import Epoch, RequestId, WorkerId
+from router_svc.records.event_log import EventLog
+from router_svc.records.events import (
+    AttemptStarted,
+    BlocksReserved,
+    DecodeStarted,
+    Ended,
+    MigrationOutcome,
+    MoveEnded,
+    MoveStarted,
+    Retried,
+    WorkerChosen,
+)
 from router_svc.records.request_state import RequestProgress, RequestState, StateChange
+from router_svc.records.transitions import progress_after
 
 # A second copy on purpose: a change of the table must be a decision, not a slip.
 LEGAL = {
@@ -21,7 +34,7 @@ LEGAL = {
         "reserved": "prefilling decoding retrying failed cancelled",
         "prefilling": "decoding finished retrying failed cancelled",
         "decoding": "finished retrying failed cancelled",
-        "retrying": "queued scoring reserved prefilling failed cancelled",
+        "retrying": "retrying scoring reserved prefilling failed cancelled",
     }.items()
     for target in targets.split()
 }
@@ -70,10 +83,38 @@ def test_marks_are_unique_in_every_history_and_attempts_count_retries(data: st.D
     assert progress.attempt == 1 + sum(step.state is RequestState.RETRYING for step in progress.history)
 
 
-def test_values_that_a_transition_omits_stay() -> None:
-    progress = RequestProgress.new(RequestId("r"), at=0.0)
-    progress = progress.advance(RequestState.RESERVED, at=1.0, decode_worker=WorkerId("d"))
-    progress = progress.advance(RequestState.PREFILLING, at=2.0, prefill_worker=WorkerId("p"))
-    progress = progress.advance(RequestState.FINISHED, at=3.5, outcome="stop")
-    assert (progress.prefill_worker, progress.decode_worker, progress.outcome) == ("p", "d", "stop")
-    assert progress.story() == "queued:1 +0.000 s, reserved:1 +1.000 s, prefilling:1 +2.000 s, finished:1 +3.500 s"
+def test_what_happens_to_a_request_moves_its_state_and_names_its_workers() -> None:
+    log, progress = EventLog(), RequestProgress.new(RequestId("r"), at=0.0)
+    decode, prefill = WorkerId("d"), WorkerId("p")
+    chosen = WorkerChosen(worker=prefill, epoch=Epoch(1), tier="prefill", why="")
+    started = DecodeStarted(worker=decode, queue_s=0.0, is_prefilled_locally=False, cached_tokens=0, computing_s=0.0)
+    move = MoveStarted(reason="drain", source=decode, target=WorkerId("e"), is_copied=True)
+    events = [
+        Retried(reason="r", worker=decode, error=""),  # Twice, without a state of their own between them.
+        Retried(reason="r", worker=decode, error=""),
+        AttemptStarted(),  # It is a new one already.
+        BlocksReserved(worker=decode, reserve_s=0.0),
+        chosen,
+        AttemptStarted(),
+        started,
+        move,
+        MoveEnded(outcome=MigrationOutcome.MOVED),
+        Ended.finished(["stop"]),
+    ]
+    for number, event in enumerate(events):
+        progress = progress_after(progress, event, log, at=float(number))
+        log.append(event, at=float(number), attempt=progress.attempt)
+    marks = [step.mark for step in progress.history]
+    assert marks == [
+        "queued:1",
+        "retrying:2",
+        "retrying:3",
+        "reserved:3",
+        "prefilling:3",
+        "retrying:4",
+        "reserved:4",
+        "decoding:4",
+        "finished:4",
+    ]
+    assert (progress.prefill_worker, progress.decode_worker, progress.outcome) == ("p", "e", "stop")
+    assert progress.story().startswith("queued:1 +0.000 s, retrying:2 +0.000 s, retrying:3 +1.000 s, reserved:3")

@@ -6,10 +6,20 @@ from datetime import UTC, datetime
 
 import pytest
 
-from pdserve.base.ids import RequestId
+from pdserve.base.errors import PdserveError
+from pdserve.base.ids import Epoch, RequestId, WorkerId
+from router_svc.records.events import (
+    DecodeStarted,
+    Ended,
+    Event,
+    FirstToken,
+    Prefilled,
+    PrefillProgressed,
+    WorkerChosen,
+)
 from router_svc.records.metrics import RouterMetrics
-from router_svc.records.record import Record, TracePhase
-from router_svc.records.request_state import RequestProgress, RequestState
+from router_svc.records.record import Record
+from router_svc.records.request_state import RequestProgress
 from router_svc.records.usage import (
     MAX_LABELS,
     Account,
@@ -21,27 +31,42 @@ from router_svc.records.usage import (
     tokens_charged,
     usage_of,
 )
-from tests.support.records import worker_record
 
 
 def account(tenant: str = "team", key_id: str = "k") -> Account:
     return Account(tenant=tenant, key_id=key_id, model="org/m:1")
 
 
-def record(**fields: int) -> Record:
+def record(*events: Event, completion_tokens: int = 0) -> Record:
     request_id = RequestId("r")
-    return Record(
+    made = Record(
         request_id=request_id,
         endpoint="e",
-        prompt_tokens=fields.get("prompt", 10),
+        prompt_tokens=10,
         max_tokens=5,
         n=1,
         accepted_at=0.0,
         clock=lambda: 0.0,
         accepted_clock=0.0,
         progress=RequestProgress.new(request_id, at=0.0),
-        cached_tokens=fields.get("cached", 0),
-        completion_tokens=fields.get("completion", 0),
+        completion_tokens=completion_tokens,
+    )
+    for event in events:
+        made.append(event, at=0.0)
+    return made
+
+
+CHOSEN = WorkerChosen(worker=WorkerId("d"), epoch=Epoch(1), tier="decode", why="idle")
+LEFT, FAILED = Ended.ended_early(None), Ended.failed(PdserveError("it failed"))
+
+
+def prefilled(cached_tokens: int) -> Prefilled:
+    return Prefilled(cached_tokens=cached_tokens, is_complete=False)
+
+
+def local_prefill(cached_tokens: int) -> DecodeStarted:
+    return DecodeStarted(
+        worker=WorkerId("d"), queue_s=0.0, is_prefilled_locally=True, cached_tokens=cached_tokens, computing_s=0.0
     )
 
 
@@ -51,33 +76,29 @@ def unix(text: str) -> float:
 
 def test_a_prompt_costs_nothing_before_its_prefill_and_all_of_it_from_then_on() -> None:
     """Fails if usage begins with the first token: a client that leaves before would compute for nothing."""
-    ended = record(cached=4)
-    assert usage_of(ended) == Usage()
-    ended.mark(TracePhase.PREFILL_START)
-    assert usage_of(ended) == Usage(input_tokens=10, cached_tokens=4)
-    local = record()
-    local.prefilled_by = "decode"
-    assert usage_of(local) == Usage(input_tokens=10)
+    assert usage_of(record(CHOSEN)) == Usage()
+    progress = PrefillProgressed(computing_s=0.0, cached_tokens=4, computed_tokens=0)
+    assert usage_of(record(CHOSEN, progress)) == Usage(input_tokens=10, cached_tokens=4)
+    assert usage_of(record(CHOSEN, local_prefill(0))) == Usage(input_tokens=10)
 
 
 def test_a_client_that_leaves_pays_for_its_prompt_once_a_worker_may_compute_it() -> None:
-    queued, failed, left = record(), record(), record()
-    for ended in (failed, left):
-        ended.add_decision(worker_record(), why="idle")
-    queued.move(RequestState.CANCELLED)
-    failed.move(RequestState.FAILED)
-    left.move(RequestState.CANCELLED)
+    queued, failed, left = record(LEFT), record(CHOSEN, FAILED), record(CHOSEN, LEFT)
     assert [tokens_charged(ended) for ended in (queued, failed, left)] == [0, 0, 10]
     assert usage_of(left) == Usage()
-    left.prefilled_by, left.completion_tokens = "prefill", 3
-    assert tokens_charged(left) == 13
+    assert tokens_charged(record(CHOSEN, prefilled(0), LEFT, completion_tokens=3)) == 13
 
 
 def test_cached_tokens_are_among_those_of_the_prompt() -> None:
     """After a failure the decode worker may have more cached than the prompt: what was generated before."""
-    ended = record(cached=16, completion=7)
-    ended.prefilled_by = "decode"
+    ended = record(CHOSEN, local_prefill(16), completion_tokens=7)
     assert usage_of(ended) == Usage(input_tokens=10, cached_tokens=10, output_tokens=7)
+
+
+def test_a_client_pays_for_the_prompt_as_it_was_computed_first() -> None:
+    """Fails if a retry, which finds the prompt cached, makes it cheaper."""
+    again = record(CHOSEN, prefilled(4), FirstToken(), CHOSEN, local_prefill(9), completion_tokens=1)
+    assert usage_of(again) == Usage(input_tokens=10, cached_tokens=4, output_tokens=1)
 
 
 def test_a_request_counts_on_the_day_of_its_end_in_utc() -> None:

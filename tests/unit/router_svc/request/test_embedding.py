@@ -75,7 +75,7 @@ def _waiting_for(kind: PoolingKind, read: list[str]) -> Any:
         SimpleNamespace(
             generation=generation,
             placer=SimpleNamespace(look_up=look_up),
-            journal=SimpleNamespace(scored=lambda has_output: None),
+            journal=SimpleNamespace(append=lambda event: None),
             delivery=SimpleNamespace(embedding=delivered),
         ),
         None,

@@ -43,7 +43,7 @@ class Target:
 
 def follower_of(tokens: list[int], target: Target, number: int = 2) -> MigrationTarget:
     output = SimpleNamespace(over=set[int](), open_lengths={0: len(tokens)}, tokens_of=lambda choice: tokens)
-    journal, source = SimpleNamespace(takes_over=lambda: None), SimpleNamespace(worker=None)
+    journal, source = SimpleNamespace(append=lambda event: None), SimpleNamespace(worker=None)
     prompt = SimpleNamespace(output=output, delivery=None, journal=journal)
     follower = MigrationTarget(cast(Any, prompt), cast(Any, source), cast(Any, target), lambda: None, number=number)
     follower._policy = CatchUpPolicy({})
