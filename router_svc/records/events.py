@@ -214,7 +214,7 @@ class DecodeStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstDecoded(Event):
-    """A decode worker has sent tokens for the first time."""
+    """A decode worker has sent tokens, for the first time in its attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

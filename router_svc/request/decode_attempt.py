@@ -40,6 +40,7 @@ class DecodeAttempt:
         self._queued = prompt.queued
         self._policy = prompt.cluster.policy
         self._prompt_tokens = len(prompt.generation.prompt)
+        self._has_decoded = False
 
     async def run(self, start: decode_pb2.DecodeStart) -> None:
         """Returns when every choice is complete. Raises `DecodeFailed`, or an error for the client."""
@@ -86,7 +87,8 @@ class DecodeAttempt:
                         await self._end(handover)
                         return
                     case "tokens":
-                        if not self._journal.record.log.num(FirstDecoded):
+                        if not self._has_decoded:
+                            self._has_decoded = True
                             self._journal.append(FirstDecoded())
                         self._queued.mark_computed()
                         await self._delivery.tokens(event.tokens.choices, self._call)

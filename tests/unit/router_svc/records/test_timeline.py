@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router_svc.records.timeline import Phase, Timeline
+from pdserve.base.ids import WorkerId
+from router_svc.records.event_log import EventLog
+from router_svc.records.events import Admitted, DecodeStarted, Event, FirstDecoded, Retried
+from router_svc.records.timeline import Phase, Timeline, timeline_of
 
 PHASES = st.sampled_from(Phase)
 #: Seconds until the next report, how far it reaches back, and the phase it reports; None for a retry.
@@ -69,3 +72,21 @@ def test_a_duration_that_reaches_back_too_far_is_cut() -> None:
     timeline.enter(Phase.WIRE, 3.0)
     timeline.enter(Phase.DECODE, 2.0)
     assert timeline.seconds(4.0) == {"queue": 3.0, "reserve": 0.0, "prefill": 0.0, "wire": 0.0, "decode": 1.0}
+
+
+def test_the_tokens_behind_a_retry_are_decoded_even_if_the_prompt_is_computed_where_they_are() -> None:
+    """Fails if only the first attempt tells when its tokens come: all that follows would count as prefill."""
+    log, worker = EventLog(), WorkerId("d")
+    started = DecodeStarted(worker=worker, queue_s=0.0, is_prefilled_locally=True, cached_tokens=0, computing_s=0.5)
+    events: list[tuple[float, Event]] = [
+        (1.0, Admitted()),
+        (2.0, started),
+        (3.0, FirstDecoded()),
+        (5.0, Retried(reason="peer_lost", worker=worker, error="Lost")),
+        (6.5, started),
+        (7.0, FirstDecoded()),
+    ]
+    for at, event in events:
+        log.append(event, at=at, attempt=1)
+    expected = {"queue": 1.0, "reserve": 1.5, "prefill": 2.5, "wire": 0.0, "decode": 5.0}
+    assert timeline_of(log).seconds(10.0) == expected
