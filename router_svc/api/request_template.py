@@ -10,13 +10,11 @@ from router_svc.api.served_model import ServedModel
 from router_svc.api.text_threads import LONG_CHARACTERS
 
 
-async def with_template(model: ServedModel, source: str | None) -> ServedModel:
-    """The model with a client's template in place of its own; None: as it is. Raises `RequestError`.
+async def with_template(model: ServedModel, source: str) -> ServedModel:
+    """The model with a client's template in place of its own. Raises `RequestError`.
 
     Messages keep the model's form. Whether there is thinking, and tools are shown, follows from the template.
     """
-    if source is None:
-        return model
 
     def make() -> ChatTemplate:
         return ChatTemplate.of_client(source, model.template.special_tokens)

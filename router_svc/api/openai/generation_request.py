@@ -154,7 +154,9 @@ async def chat_request(
 
     `default_max_tokens`: how many tokens it may have without `max_tokens`, or fewer if the context ends before.
     """
-    model = await with_template(factory.model, body.chat_template)
+    model = factory.model
+    if body.chat_template is not None:
+        model = await with_template(model, body.chat_template)
     use = chat_tool_use(body, model)
     keep = tokens_to_keep(body.truncate_prompt_tokens, _chat_max_tokens(body) or 1, factory.max_model_len)
     prompt = await chat_prompt(body, model, use, keep)

@@ -88,7 +88,8 @@ class ModelApi:
         chosen = self._models.chosen(body.model, client_of(request))
         model = chosen.model
         if body.messages is not None:
-            model = await with_template(model, body.chat_template)
+            if body.chat_template is not None:
+                model = await with_template(model, body.chat_template)
             token_ids = await model.encode_chat(
                 await messages_for_template(body.messages, model),
                 add_generation_prompt=body.add_generation_prompt is not False,
