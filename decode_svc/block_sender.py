@@ -8,13 +8,12 @@ from kvtransfer.handover.introduction import Introduction
 from kvtransfer.handover.outgoing import SendStats
 from kvtransfer.handover.sealed_ticket import opened_ticket
 from kvtransfer.handover.sender import Sender
-from kvtransfer.handover.ticket import Commit, Ticket, commit_to_proto
+from kvtransfer.handover.ticket import Commit, Ticket
 from kvtransfer.transport.own_sockets import Connection
 from pdserve.base.ids import BlockId, RequestId
-from pdserve.net.rpc import ChannelPool, mapped_rpc_errors
-from pdserve.peers.seals import Purpose, receiver_name
+from pdserve.net.rpc import ChannelPool
 from pdserve.v1 import decode_pb2 as pb
-from pdserve.v1 import decode_pb2_grpc as pb_grpc
+from pdserve.worker.serve.committing import commit_transfer
 from pdserve.worker.serve.introducing import introduce
 from pdserve.worker.serve.worker import Worker
 
@@ -70,12 +69,7 @@ class BlockSender:
 
     async def _commit(self, ticket: Ticket, commit: Commit) -> pb.CommitResponse:
         async with self.channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address) as channel:
-            with mapped_rpc_errors(f"decode worker {ticket.worker_id}"):
-                receiver = receiver_name(ticket.worker_id, ticket.epoch)
-                plain = commit_to_proto(commit, self._worker.numerics_class)
-                message = self._worker.seals.seal(Purpose.COMMIT, receiver, plain)
-                response: pb.CommitResponse = await pb_grpc.DecodeServiceStub(channel).Commit(message)
-                return response
+            return await commit_transfer(self._worker, channel, ticket, commit)
 
     async def _introduce(self, ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
         async with self.channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address) as channel:

@@ -29,6 +29,7 @@ class PeerTransfers:
         interval_s: float,
     ) -> None:
         """New blocks are copied every `interval_s` seconds; 0: they are not. `receiver` is called once it is there."""
+        self._receiver = receiver
         self._sender = BlockSender(worker)
         self.migration = MigrationSource(worker, scheduler.migrating, self._sender)
         self.replication = ReplicationSource(worker, scheduler.replicas, self._sender, inboxes, interval_s=interval_s)
@@ -40,6 +41,11 @@ class PeerTransfers:
                 value=lambda: scheduler.replicas.num_used,
             )
         )
+
+    @property
+    def receiver(self) -> Receiver:
+        """What grants tickets to prefill workers and to other decode workers."""
+        return self._receiver()
 
     async def close(self) -> None:
         """Closes the channels to other workers."""

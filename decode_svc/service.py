@@ -185,10 +185,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             caller = parse_traceparent(start.traceparent)
             enter_request(request_id, caller)
             async with self._inboxes.open(request_id, start.ref.attempt) as inbox:
-                session = DecodeSession(
-                    self._worker, self.scheduler, self.receiver, inbox, stream, lease_s=self._lease_s
-                )
-                session.peers = self._peers
+                session = DecodeSession(self._worker, self.scheduler, self._peers, inbox, stream, lease_s=self._lease_s)
                 session.trace.join(self._worker.tracer, caller)
                 enter_request(request_id, session.trace.context)
                 self._sessions[request_id] = session

@@ -21,7 +21,6 @@ from decode_svc.session_events import (
 from decode_svc.session_life import Queued, Receiving, Runnable
 from decode_svc.spans import DecodeTrace
 from decode_svc.token_messages import token_messages
-from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, Reservation
 from kvtransfer.handover.sealed_ticket import sealed_ticket
 from kvtransfer.handover.ticket import Commit, Ticket
@@ -46,7 +45,7 @@ class DecodeSession:
         self,
         worker: Worker,
         scheduler: DecodeScheduler,
-        receiver: Receiver,
+        transfers: PeerTransfers,
         inbox: Inbox[SessionEvent],
         stream: MessageStream[pb.DecodeRequest],
         *,
@@ -54,11 +53,11 @@ class DecodeSession:
     ) -> None:
         self._worker = worker
         self._scheduler = scheduler
-        self._receiver = receiver
+        self._transfers = transfers
+        self._receiver = transfers.receiver
         self._inbox = inbox
         self._stream = stream
         self._lease_s = lease_s
-        self.peers: PeerTransfers | None = None
         self._tasks: ServiceGroup | None = None
         self._request_id = inbox.request_id
         #: Attempt of the last ticket, or of the start.
@@ -231,8 +230,8 @@ class DecodeSession:
             tasks.start(self._hand_off(command.hand_off), name=f"hand-off {self._request_id}")
         elif kind == "prefill_locally":
             await self._prefill_locally(command.prefill_locally)
-        elif kind == "replicate_to" and self.peers is not None:
-            await self.peers.replication.replicate_to(self._inbox.attempt_id, command.replicate_to)
+        elif kind == "replicate_to":
+            await self._transfers.replication.replicate_to(self._inbox.attempt_id, command.replicate_to)
         else:
             raise RequestError(
                 f"Request {self._request_id} is being decoded already, but {kind or 'an empty message'} came. "
@@ -241,9 +240,8 @@ class DecodeSession:
 
     async def _hand_off(self, command: pb.HandOff) -> None:
         """The blocks leave while tokens are sampled. The router decides when the request has moved."""
-        if self.peers is not None:
-            sent = await self.peers.migration.send(self._request_id, command)
-            self._inbox.put(pb.DecodeResponse(handed_off=sent))
+        sent = await self._transfers.migration.send(self._request_id, command)
+        self._inbox.put(pb.DecodeResponse(handed_off=sent))
 
     def _is_stale(self, message: str, attempt: int, *, oldest: int) -> bool:
         if is_stale := attempt < oldest:

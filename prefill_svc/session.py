@@ -11,15 +11,15 @@ from typing import TypeVar
 
 from kvtransfer.handover.outgoing import SendStats
 from kvtransfer.handover.sender import Sender
-from kvtransfer.handover.ticket import Commit, Ticket, commit_to_proto
+from kvtransfer.handover.ticket import Commit, Ticket
 from pdserve.base.ids import BlockTables, RequestId
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.wire import tokens_to_wire
 from pdserve.engine.step import LayersWritten, PrefillProgress, PromptEmbedding, PromptScores, RequestTokens
-from pdserve.net.rpc import ChannelPool, mapped_rpc_errors
-from pdserve.peers.seals import Purpose, receiver_name
-from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from pdserve.net.rpc import ChannelPool
+from pdserve.v1 import common_pb2, decode_pb2
 from pdserve.v1 import prefill_pb2 as pb
+from pdserve.worker.serve.committing import commit_transfer
 from pdserve.worker.serve.inboxes import Inbox
 from pdserve.worker.serve.worker import KEEP_ALIVE_S, Worker
 from prefill_svc.pusher import Pusher, pushing
@@ -207,12 +207,7 @@ class PrefillSession:
 
     async def _commit(self, ticket: Ticket, commit: Commit) -> decode_pb2.CommitResponse:
         async with self._channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address) as channel:
-            with mapped_rpc_errors(f"decode worker {ticket.worker_id}"):
-                stub = decode_pb2_grpc.DecodeServiceStub(channel)
-                receiver = receiver_name(ticket.worker_id, ticket.epoch)
-                plain = commit_to_proto(commit, self._worker.numerics_class)
-                message = self._worker.seals.seal(Purpose.COMMIT, receiver, plain)
-                return await self._answered(stub.Commit(message))
+            return await self._answered(commit_transfer(self._worker, channel, ticket, commit))
 
     async def _answered(self, call: Awaitable[T]) -> T:
         """The answer to a call; meanwhile the router learns that this worker lives.

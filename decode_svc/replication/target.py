@@ -75,7 +75,10 @@ class ReplicationTarget:
 
     def _require_same_bits(self, numerics_class: str) -> None:
         if numerics_class != self._worker.numerics_class:
-            raise StaleError("This worker computes other bits: it has no use for copies of these blocks.")
+            raise StaleError(
+                f"Copies of blocks of numerics class {numerics_class} are of no use to this worker, whose class is "
+                f"{self._worker.numerics_class}. Copies go to workers of the same class only."
+            )
 
     def _reservation(self, name: RequestId, blocks: Sequence[BlockId]) -> Reservation:
         def received(_: Received) -> None:
@@ -112,8 +115,13 @@ def _log_failure(done: Future[None]) -> None:
 def _checked(request: pb.ReplicateRequest) -> list[BlockHash]:
     """The hashes. Raises `RequestError` for a message that no decode worker sends."""
     hashes = [BlockHash(each) for each in request.block_hashes]
-    if not 0 < len(request.request_id) <= _MAX_NAME or not 0 < len(hashes) <= MAX_BLOCKS:
-        raise RequestError(f"replicate has {len(hashes)} blocks, not 1 to {MAX_BLOCKS}, or no name.")
-    if any(len(each) != HASH_BYTES for each in hashes) or len(set(hashes)) < len(hashes):
-        raise RequestError(f"replicate has a hash that is not {HASH_BYTES} bytes, or one twice.")
+    if not 0 < len(request.request_id) <= _MAX_NAME:
+        raise RequestError(f"replicate has a request id of {len(request.request_id)} characters, not 1 to {_MAX_NAME}.")
+    if not 0 < len(hashes) <= MAX_BLOCKS:
+        raise RequestError(f"replicate has {len(hashes)} blocks, not 1 to {MAX_BLOCKS}.")
+    for each in hashes:
+        if len(each) != HASH_BYTES:
+            raise RequestError(f"replicate has a hash of {len(each)} bytes, not {HASH_BYTES}.")
+    if len(set(hashes)) < len(hashes):
+        raise RequestError(f"replicate has {len(hashes) - len(set(hashes))} hashes twice.")
     return hashes

@@ -36,6 +36,7 @@ from kvtransfer.handover.events import (
     WatchLease,
 )
 from kvtransfer.handover.layer_groups import TransferShape
+from kvtransfer.handover.machine import Machine
 from pdserve.base.errors import PdserveError, TransferError
 from pdserve.base.ids import RequestId
 
@@ -101,13 +102,16 @@ TRANSITIONS: dict[ReceiveState, _Moves] = {
 _LEASED = _to(_S.RECEIVING, _S.COMMITTING, _S.BROKEN)
 
 
-class ReceiveMachine:
-    """One transfer at the decode worker. Every sign of progress renews the lease."""
+class ReceiveMachine(Machine[ReceiveState, ReceiveEvent, ReceiveEffect]):
+    """One transfer at the decode worker. Every sign of progress renews the lease.
+
+    `handle` raises StaleError or StaleAttempt for a commit or a renewal that comes too late or is not for this ticket.
+    """
 
     def __init__(
         self, *, shape: TransferShape, request_id: RequestId, attempt: int, lease_s: float, now: float
     ) -> None:
-        self.state = ReceiveState.RECEIVING
+        super().__init__(ReceiveState.RECEIVING, TRANSITIONS)
         self.num_received = 0
         self.deadline = now + lease_s
         self._shape = shape
@@ -127,27 +131,11 @@ class ReceiveMachine:
         #: The request let the transfer go, and need not learn how it ended.
         self._disowned = False
         self._error: PdserveError | None = None
-        self._story = [self.state.value]
 
     @property
     def num_outstanding(self) -> int:
         """Messages that were neither received nor lost."""
         return len(self._digests) - self.num_received - len(self._lost)
-
-    def handle(self, event: ReceiveEvent, now: float) -> list[ReceiveEffect]:
-        """Takes one event.
-
-        Raises: InvalidTransition; StaleError or StaleAttempt for a commit or a renewal that comes too late or is not
-            for this ticket. The machine is then unchanged.
-        """
-        before, moves = self.state, TRANSITIONS[self.state]
-        if type(event) not in moves:
-            raise transfer_errors.illegal_event(before.value, event, self._story)
-        effects = self._dispatch(event, now)
-        if self.state is not before:
-            assert self.state in moves[type(event)], f"{before} -> {self.state} on {event!r}"
-            self._story.append(f"{self.state.value} on {type(event).__name__}")
-        return effects
 
     def _dispatch(self, event: ReceiveEvent, now: float) -> list[ReceiveEffect]:
         match event:

@@ -27,6 +27,7 @@ from kvtransfer.handover.events import (
     WatchLease,
 )
 from kvtransfer.handover.layer_groups import TransferShape
+from kvtransfer.handover.machine import Machine
 from pdserve.base.errors import PdserveError, PeerLost, TransferTimeout
 
 #: How long an aborted transfer waits for the next of its messages to leave. A decode worker that lives takes them.
@@ -81,14 +82,14 @@ TRANSITIONS: dict[SendState, _Moves] = {
 }
 
 
-class SendMachine:
+class SendMachine(Machine[SendState, SendEvent, SendEffect]):
     """One transfer at the prefill worker: its blocks may be read until `Released`.
 
     A layer group goes through the bundles of its KV group in order, independently of the other layer groups.
     """
 
     def __init__(self, *, shape: TransferShape, lease_s: float, now: float) -> None:
-        self.state = SendState.SENDING
+        super().__init__(SendState.SENDING, TRANSITIONS)
         self.deadline = now + lease_s
         self.num_sent = 0
         self.wire_time = WireTime()
@@ -103,7 +104,6 @@ class SendMachine:
         self._disconnected = False
         #: End of the lease when the transfer was aborted; None: it was not.
         self._aborted_until: float | None = None
-        self._story = [self.state.value]
 
     @property
     def num_outstanding(self) -> int:
@@ -126,20 +126,6 @@ class SendMachine:
         """The message of a layer group that is sent next; None: all are sent."""
         num_started, indices = len(self._digests[group]), self._indices[group]
         return indices[num_started] if num_started < len(indices) else None
-
-    def handle(self, event: SendEvent, now: float) -> list[SendEffect]:
-        """Takes one event. A message or a commit that comes after the lease ends the transfer instead.
-
-        Raises: InvalidTransition, with the machine unchanged.
-        """
-        before, moves = self.state, TRANSITIONS[self.state]
-        if type(event) not in moves:
-            raise transfer_errors.illegal_event(before.value, event, self._story)
-        effects = self._dispatch(event, now)
-        if self.state is not before:
-            assert self.state in moves[type(event)], f"{before} -> {self.state} on {event!r}"
-            self._story.append(f"{self.state.value} on {type(event).__name__}")
-        return effects
 
     def _dispatch(self, event: SendEvent, now: float) -> list[SendEffect]:
         match event:

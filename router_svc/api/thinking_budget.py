@@ -22,13 +22,13 @@ def can_bound_thinking(messages: ModelMessages) -> bool:
 
 
 async def thinking_budget(
-    model: ServedModel, max_tokens: int | None, thinking: Thinking, *, has_grammar: bool
+    model: ServedModel, max_tokens: int, thinking: Thinking, *, has_grammar: bool
 ) -> ThinkingBudget | None:
     """What workers get; None: nothing. `thinking`: how an answer may think. Raises `RequestError`.
 
     `has_grammar`: the answer has one, which also says whether there can be thinking.
     """
-    if max_tokens is None or max_tokens == UNBOUNDED:
+    if max_tokens == UNBOUNDED:
         return None
     form = model.messages.form
     if form is None or form.thinking is None or not can_bound_thinking(model.messages):

@@ -268,8 +268,12 @@ def _pieces(gained: _Gained) -> tuple[str, ...]:
 def require_numbers(logprobs: Iterable[TokenLogprobs]) -> None:
     """Raises `TransferError` for log-probabilities that no worker of ours sends."""
     for entry in logprobs:
-        if len(entry.top_ids) != len(entry.top_logprobs) or isnan(entry.logprob) or any(map(isnan, entry.top_logprobs)):
-            raise TransferError("A worker sent log-probabilities that are none.")
+        if len(entry.top_ids) != len(entry.top_logprobs):
+            raise TransferError(
+                f"A worker sent {len(entry.top_logprobs)} log-probabilities for {len(entry.top_ids)} tokens."
+            )
+        if isnan(entry.logprob) or any(map(isnan, entry.top_logprobs)):
+            raise TransferError("A worker sent a log-probability that is not a number (NaN). See its log.")
 
 
 def ended_by_stop_string(deltas: Sequence[ChoiceDelta]) -> list[int]:

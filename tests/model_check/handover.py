@@ -20,7 +20,9 @@ from tests.model_check.search import Broken
 
 _REQUEST = RequestId("r")
 _NOW, _LATER, _LEASE_S = 0.0, 2.0, 1.0
-_NOT_IN_KEY = frozenset({"_story", "wire_time", "deadline", "_shape", "_indices", "_request_id", "_lease_s"})
+_NOT_IN_KEY = frozenset(
+    {"_story", "_transitions", "wire_time", "deadline", "_shape", "_indices", "_request_id", "_lease_s"}
+)
 _OVER = (ReceiveState.COMMITTED, ReceiveState.RELEASED)
 _HOLDING = (ReceiveState.RECEIVING, ReceiveState.COMMITTING, ReceiveState.BROKEN)
 

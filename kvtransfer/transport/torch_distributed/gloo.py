@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Work
 from kvtransfer.transport.base import Buffer
 from kvtransfer.transport.tag_matcher import MAX_EARLY
 from kvtransfer.transport.torch_distributed.pair_link import (
+    BROKEN_OFF,
     CONNECTOR_RANK,
     LISTENER_RANK,
     RENDEZVOUS_TIMEOUT,
@@ -92,7 +93,7 @@ class GlooLink:
     def _wait_for(self, start: Callable[[ProcessGroupGloo], Work]) -> None:
         """Starts a transfer and waits for its end."""
         if self._lost or self._group is None:
-            raise RuntimeError("The pair was broken off.")
+            raise RuntimeError(BROKEN_OFF)
         start(self._group).wait(TRANSFER_TIMEOUT)
 
 

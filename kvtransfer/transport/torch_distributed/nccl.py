@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Store
 from kvtransfer.transport.base import Buffer
 from kvtransfer.transport.torch_distributed.gpu import Communicator, Gpu, InFlight
 from kvtransfer.transport.torch_distributed.pair_link import (
+    BROKEN_OFF,
     CONNECTOR_RANK,
     LISTENER_RANK,
     RENDEZVOUS_TIMEOUT,
@@ -138,8 +139,13 @@ class NcclLink:
         other = LISTENER_RANK if rank == CONNECTOR_RANK else CONNECTOR_RANK
         store.set(f"here/{rank}", "")
         while not store.check([f"here/{other}"]):
-            if self._broken or time.monotonic() > until:
-                raise RuntimeError("The other process did not come.")
+            if self._broken:
+                raise RuntimeError(BROKEN_OFF)
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"The other process did not join the NCCL pair within {RENDEZVOUS_TIMEOUT.total_seconds():g} s. "
+                    "Look whether it runs, and whether it reaches the port of this process's store."
+                )
             time.sleep(_MEET_POLL_S)
 
     def _launch(self, memory: Callable[[], Buffer], done: Future[Buffer], timeout_s: float) -> None:
@@ -148,7 +154,7 @@ class NcclLink:
         try:
             with self._calling:
                 if self._broken or self._start is None:
-                    raise RuntimeError("The pair was broken off.")
+                    raise RuntimeError(BROKEN_OFF)
                 payload = memory()
                 transfer = self._start(payload)
         except Exception as error:  # noqa: BLE001 - as in `_form`
@@ -172,7 +178,7 @@ class NcclLink:
         self._slots.release()
         # An aborted transfer ends like one that succeeded.
         if self._broken:
-            done.set_exception(RuntimeError("The pair was broken off."))
+            done.set_exception(RuntimeError(BROKEN_OFF))
         else:
             done.set_result(payload)
 

@@ -17,6 +17,8 @@ LISTENER_RANK, CONNECTOR_RANK = 0, 1
 RENDEZVOUS_TIMEOUT = timedelta(seconds=20)
 #: Limit for one message, whose end costs the pair. Breaking the pair off is quicker.
 TRANSFER_TIMEOUT = timedelta(seconds=5)
+#: The error of transfers that `PairLink.break_off` ends.
+BROKEN_OFF = "The link to the other process was closed, because that process or an earlier transfer was lost."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

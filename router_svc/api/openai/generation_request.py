@@ -170,7 +170,10 @@ async def chat_request(
 async def _chat_fields(body: ChatBody, model: ServedModel, use: ToolUse, reading: ChatReading | None) -> EndpointFields:
     """The fields of a chat. Raises `RequestError`."""
     grammar = await _chat_grammar(body, model, use, reading)
-    thinking = Thinking.NONE if reading is None else thinking_of(reading)
+    budget = None
+    if body.thinking_token_budget is not None:
+        thinking = Thinking.NONE if reading is None else thinking_of(reading)
+        budget = await thinking_budget(model, body.thinking_token_budget, thinking, has_grammar=bool(grammar))
     return EndpointFields(
         max_tokens=_chat_max_tokens(body),
         default_max_tokens=None,
@@ -182,7 +185,7 @@ async def _chat_fields(body: ChatBody, model: ServedModel, use: ToolUse, reading
         continues_text=bool(body.continue_final_message),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         bad_words=await model.bad_words(body.bad_words or ()),
-        thinking=await thinking_budget(model, body.thinking_token_budget, thinking, has_grammar=bool(grammar)),
+        thinking=budget,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
     )

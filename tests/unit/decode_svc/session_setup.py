@@ -192,9 +192,9 @@ class Setup:
         self.engine, self.stream, self.receiver = engine or Engine(), SlowStream(), receiver or SlowReceiver()
         self.inbox = WatchedInbox()
         worker: Any = self.engine
-        taker: Any = self.receiver
+        transfers: Any = SimpleNamespace(receiver=self.receiver)
         stream: Any = self.stream
-        self.session = DecodeSession(worker, worker, taker, self.inbox, stream, lease_s=1.0)
+        self.session = DecodeSession(worker, worker, transfers, self.inbox, stream, lease_s=1.0)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Task[None]]:
