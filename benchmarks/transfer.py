@@ -139,7 +139,7 @@ async def decode(link: Link, args: argparse.Namespace) -> None:
 async def answer(transport: Transport, message: bytes) -> None:
     assert isinstance(transport, GuardedTransport)
     introduction = introduction_from_proto(decode_pb2.IntroduceRequest.FromString(message))
-    await answered(introduction, transport.door)
+    await answered(introduction, transport.guard)
 
 
 async def prefill(link: Link, args: argparse.Namespace) -> None:

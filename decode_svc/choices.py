@@ -15,9 +15,9 @@ def fork_choices(
 ) -> list[Sequence]:
     """A sequence for each choice, behind its first token, unless the choice was stopped or ends with that token.
 
-    A choice that another worker has started is behind all tokens that the client has of it: they are computed again, as
-    after a preemption, apart from leading blocks in the prefix cache. The prompt's own sequence becomes the first of
-    them; the others share its blocks.
+    The sequence of a choice that another worker has started has all tokens that the client has of it. Their KV is
+    computed again, as after a preemption, apart from leading blocks in the prefix cache. The prompt's own sequence
+    becomes that of the first choice; the other choices share its blocks.
     """
     prompt = request.prompt_sequence
     going_on = [

@@ -18,7 +18,7 @@ def check_integrity(
     transfers: Iterable[list[BlockId]],
     pool: BlockPool,
 ) -> None:
-    """Assert that queues and counters are sound, and references those of `requests` and of blocks in `transfers`."""
+    """Assert that queues and counters are sound, and that `requests` and `transfers` account for all references."""
     reservations.check_integrity(requests)
     sequences = [sequence for request in requests for sequence in request.sequences.values()]
     assert set(map(id, sequences)) == set(map(id, running)), "a running sequence belongs to no request"

@@ -40,7 +40,7 @@ def _queued_by_router(requests: Iterable[ScheduledRequest]) -> dict[RouterId, in
     queued: dict[RouterId, int] = {}
     for request in requests:
         is_queued = request.phase is DecodePhase.COMPUTING or (request.phase is DecodePhase.WAITING and request.locally)
-        # A single token is computed as those of decoding sequences are, and delays no other prompt.
+        # A single pending token is computed like a token of a decoding sequence, and delays no other prompt.
         if is_queued and request.prompt_sequence.num_pending > 1:
             router_id = request.job.router_id
             queued[router_id] = queued.get(router_id, 0) + request.prompt_sequence.num_pending

@@ -28,7 +28,7 @@ class PeerTransfers:
         *,
         interval_s: float,
     ) -> None:
-        """New blocks are copied every `interval_s` seconds; 0: they are not. `receiver` is called once it is there."""
+        """`interval_s`: interval of copying new blocks; 0: no copies. `receiver` is called once the service runs."""
         self._receiver = receiver
         self._sender = BlockSender(worker)
         self.migration = MigrationSource(worker, scheduler.migrating, self._sender)

@@ -127,7 +127,7 @@ class ScheduledRequest:
     moved: list[BlockHash] = field(default_factory=list)
     #: Active and preempted sequences by choice; only the prompt's while the prompt is computed.
     sequences: dict[int, Sequence] = field(default_factory=dict)
-    #: What its events are for.
+    #: The attempt that its events are for.
     attempt_id: AttemptId = field(init=False)
 
     def __post_init__(self) -> None:
@@ -144,7 +144,7 @@ class ScheduledRequest:
         return self.job.request_id
 
     def allows(self, move: DecodeMove) -> bool:
-        """Whether the table has this move for the present phase. What moves here is received, or ends."""
+        """Whether the table has this move for the present phase. Moving requests do not compute their prompt."""
         return (self.phase, move) in TRANSITIONS and not (move is DecodeMove.COMPUTE and self.job.is_moving)
 
     def require(self, move: DecodeMove) -> None:

@@ -14,16 +14,16 @@ from pdserve.engine.running import Room
 
 
 class Reservations:
-    """Admits requests in order of arrival at their first worker: one that does not fit yet holds up those behind it.
+    """Admits requests in order of arrival at their first worker. A request that does not fit holds up those behind it.
 
-    Best-effort requests come after all others, and one that runs gives up its blocks for others.
+    Best-effort requests come after all others, and running ones give up their blocks for others.
     WAITING requests hold no blocks; RESERVED ones hold those of their prompt and of one more token.
     """
 
     def __init__(self, blocks: BlockManager, limits: ReservationLimits) -> None:
         self._blocks = blocks
         self._limits = limits
-        #: In order of their turns.
+        #: Requests that wait for blocks, in the order of their turns.
         self._waiting: dict[RequestId, ScheduledRequest] = {}
         #: Free blocks that each waiting request needs, as of its arrival.
         self._needed: dict[RequestId, int] = {}
@@ -130,7 +130,7 @@ class Reservations:
                 return False
         carrier.block_table.extend(pool.match_prefix(hashes))
         fresh = pool.allocate(num_fresh)
-        if fresh is None:  # Cached blocks, which counted as free, are taken now.
+        if fresh is None:  # `match_prefix` took cached blocks, which had counted as free.
             self._blocks.free(carrier)
             return False
         carrier.block_table.extend(fresh)
@@ -166,7 +166,7 @@ class Reservations:
         pool = self._blocks.pool
         if self._num_missing + num_blocks <= self._limits.max_reserved_blocks:
             return True
-        if not room.headroom and not self._missing:  # All that runs gives way.
+        if not room.headroom and not self._missing:  # Only best-effort requests run, and they give way.
             while pool.num_free < pool.num_blocks and room.make_room():
                 pass
         return pool.num_free == pool.num_blocks

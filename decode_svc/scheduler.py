@@ -5,9 +5,9 @@
                   '-----COMPUTE-------'---> COMPUTING --RUN-'
 
 `TRANSITIONS` in request.py has every move. A RUNNING request has one sequence per choice. Each step computes pending
-tokens of the sequences in the `RunningSet`: one of a decoding sequence, a chunk of one whose KV is to be computed.
+tokens of the sequences in the `RunningSet`: one token of a decoding sequence, or a chunk of a sequence without its KV.
 Chunks keep the step within the ITL budget at the present pace. When a block is needed and none is free, the youngest
-sequence is preempted. While one waits for blocks, no request is admitted.
+sequence is preempted. While a preempted sequence waits for blocks, no request is admitted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pdserve.base.errors import InvalidTransition
 from pdserve.base.ids import RequestId
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
-from pdserve.engine.event_log import EventLog
+from pdserve.engine.event_log import StepEventLog
 from pdserve.engine.pace import Pace
 from pdserve.engine.running import RunningSet
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, Sequence
@@ -49,8 +49,8 @@ class DecodeScheduler:
         self.replicas = Replicas(self._requests, self._blocks, self.blocks_freed)
         #: Requests that may run, of which no step has computed anything yet.
         self._unstarted: dict[RequestId, ScheduledRequest] = {}
-        self._events = EventLog(tier="decode")
-        #: Blocks or capacity may have been freed, or demand has changed, since the last look at what waits.
+        self._events = StepEventLog(tier="decode")
+        #: Whether blocks or capacity may be free, or demand has changed, since waiting requests were last looked at.
         self._must_rescan_waiting = False
 
     # Commands, between steps.
@@ -112,7 +112,7 @@ class DecodeScheduler:
         if (request := self._requests.get(request_id)) is not None:
             self._finish(request, DecodeMove.ABORT)
             return True
-        self._events.forget_finished(request_id)  # A command may have ended it, which no step has reported yet.
+        self._events.forget_finished(request_id)  # A command may have ended it, and no step has reported that.
         return False
 
     def stop_choice(self, request_id: RequestId, choice_index: int) -> None:
@@ -158,7 +158,7 @@ class DecodeScheduler:
         return plan
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """The same sequences again. What waits was looked at, and gets no block before something ends."""
+        """A plan for the same sequences, or None. Requests that wait get no block before a running one ends."""
         if self._must_rescan_waiting or plan.chunks or not all(map(self._limits.can_run_ahead, plan.decoding)):
             return None
         if not plan.decoding or not self._running.extend_ahead(plan.decoding):
@@ -186,7 +186,7 @@ class DecodeScheduler:
         return decode_load(self._requests.values(), self._reservations, self._running, self._blocks)
 
     def check_integrity(self) -> None:
-        """Assert that pool, queues and counters are sound, and references exactly those of the requests here."""
+        """Assert that pool, queues and counters are sound, and that requests and transfers hold all references."""
         transfers = [*self.migrating.held, *self.replicas.held]
         check_integrity(self._requests.values(), self._reservations, self._running, transfers, self._blocks.pool)
 
@@ -226,7 +226,7 @@ class DecodeScheduler:
         self._take_choices(request, sequences)
 
     def _take_choices(self, request: ScheduledRequest, sequences: Items[Sequence]) -> None:
-        """`sequences` are the running ones of the request, which is over without any."""
+        """Makes `sequences` the running ones of the request. Without any sequence, the request is over."""
         request.sequences = {sequence.choice_index: sequence for sequence in sequences}
         if not sequences:
             self._finish(request, DecodeMove.FINISH)
@@ -251,7 +251,7 @@ class DecodeScheduler:
         for sequence in request.sequences.values():
             self._running.detach(sequence)
             self._blocks.free(sequence)
-        # Held outside of `sequences` while RESERVED, and when no choice goes on after its first token.
+        # `sequences` lacks the prompt's sequence while RESERVED, and when no choice goes on after its first token.
         self._blocks.free(request.prompt_sequence)
         self._must_rescan_waiting = True
         if outcome is DecodeMove.FINISH:

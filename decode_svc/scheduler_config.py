@@ -1,4 +1,4 @@
-"""What bounds the decode tier's policy, and how each of its members sees these bounds. Pure."""
+"""Bounds of the decode tier's policy, and the limits of steps, reservations and sequences that follow. Pure."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pdserve.engine.sequence_limits import SequenceLimits
 class ReservationLimits:
     """Bounds on the blocks that wait for transfers."""
 
-    #: Maximum number that waits at a time, unless a single request exceeds it on an otherwise empty worker.
+    #: Maximum number of blocks that wait at a time. A single request may exceed it on an otherwise empty worker.
     max_reserved_blocks: int
-    #: Maximum number that can be received at a time; prompts that miss more are computed here.
+    #: Maximum number of blocks that can be received at a time. Prompts that miss more are computed here.
     max_receivable_blocks: int
     #: Blocks that arrive together; a bundle that is cut short takes as much capacity as a full one.
     bundle_blocks: int
 
     def capacity_for(self, num_blocks: int) -> int:
-        """Receivable blocks that receiving `num_blocks` takes: whole bundles."""
+        """Number of receivable blocks that a transfer of `num_blocks` takes: whole bundles."""
         return -(-num_blocks // self.bundle_blocks) * self.bundle_blocks
 
 
@@ -46,7 +46,7 @@ class DecodeSchedulerConfig:
     bundle_blocks: int = 1
 
     def running_limits(self, pool: BlockPool) -> RunningLimits:
-        """Bounds on a step; `pool` has the size of a block."""
+        """Bounds on a step; `pool` determines the size of a block."""
         return RunningLimits(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -66,8 +66,8 @@ class DecodeSchedulerConfig:
     def limits_within(self, pool: BlockPool) -> SequenceLimits:
         """Bounds on a sequence whose KV has to fit into `pool`.
 
-        A sequence that fills the whole pool ends (LENGTH) with one token more, whose KV is never needed. On its own it
-        could neither grow nor gain by preemption.
+        A sequence that fills the whole pool ends (LENGTH) with one token more, whose KV is never needed. It fills
+        the pool alone, so it could neither grow nor gain by preemption.
         """
         capacity = pool.num_blocks // pool.num_groups * pool.block_size
         return replace(self.limits, max_model_len=min(self.limits.max_model_len, capacity + 1))

@@ -46,7 +46,7 @@ from pdserve.worker.serve.worker import KEEP_ALIVE_S, Worker
 
 log = get_logger(__name__)
 
-#: Salt of a request whose blocks others must not reuse.
+#: Size of the salt of a request whose blocks no other request may reuse.
 _PRIVATE_SALT_BYTES = 32
 #: Time for which a connection may be open without a request.
 _START_TIMEOUT_S = 10.0
@@ -142,7 +142,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         self._peers.replication.after_step(output)
 
     def drain(self, within_s: float) -> None:
-        """Hands back what waits here, and has what does not end within `within_s` seconds move elsewhere."""
+        """Hands back waiting requests, and asks running ones that would not end within half of `within_s` to move."""
         self._drain.start(within_s)
 
     def stay(self) -> None:
@@ -150,7 +150,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         self._drain.stop()
 
     async def rebalance(self, num_sequences: int) -> int:
-        """Asks those that run longest to leave."""
+        """Asks the requests with the most tokens left to leave."""
         return await self._eviction.rebalance(num_sequences)
 
     def take_role(self, tier: Tier) -> None:
@@ -165,7 +165,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         """Never called: plans of this tier request no reports."""
 
     def end_idle(self) -> None:
-        """There are none: each call has sequences."""
+        """Does nothing: each call of this tier has sequences, so none is idle."""
 
     async def close(self) -> None:
         """Closes the connections of routers, then the transfers into this worker."""
@@ -175,7 +175,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             await self._receiver.close()
 
     async def _decode(self, stream: MessageStream[pb.DecodeRequest]) -> None:
-        """One connection: one request's life on this worker."""
+        """Serves one connection: one request's life on this worker."""
         with ExitStack() as stack:
             stack.enter_context(self._worker.calls.serving("decode"))
             start = await self._start_of(stream)

@@ -34,7 +34,7 @@ from pdserve.worker.serve.inboxes import Failed, Inbox
 from pdserve.worker.serve.worker import Worker
 
 #: Time a router has for closing the stream after the last token. It is longer than a router waits for a client that
-#: does not read, or for a prefill worker, whose first token it may still miss when all of ours have arrived.
+#: does not read, or for a prefill worker's first token, which may come after all tokens of this worker.
 _CLOSE_TIMEOUT_S = 90.0
 
 
@@ -60,12 +60,12 @@ class DecodeSession:
         self._lease_s = lease_s
         self._tasks: ServiceGroup | None = None
         self._request_id = inbox.request_id
-        #: Attempt of the last ticket, or of the start.
+        #: Attempt of the last ticket; before the first ticket, attempt of the start.
         self._attempt = inbox.attempt
         self._backlog = Backlog()
         self._catching_up = CatchUpQueue(worker, scheduler.migrating, inbox.request_id, self._backlog)
         self._num_cached_blocks = 0
-        #: What happened when, for the request's spans.
+        #: Times of the request's events, for its spans.
         self.trace = DecodeTrace(opened_at=_now())
         self._has_ended = False
         self._life: Queued | Receiving | Runnable = Queued(self.trace.opened_at)
@@ -90,9 +90,9 @@ class DecodeSession:
             self._has_ended = True
             self._backlog.close()
             await self._stream.write(pb.DecodeResponse(ended=pb.DecodeEnded()))
-            # The router closes the stream, and commands are read until then: one that nobody read would reset the
+            # Commands are read until the router closes the stream. A command that nobody has read would reset the
             # connection when it is closed here, and what the router has not read yet would be lost with it.
-            # A newer attempt, which nothing keeps here any more, need not wait for that.
+            # A newer attempt ends this wait: nothing that it needs is held here any more.
             with suppress(PdserveError, PeerLeft):
                 await self._inbox.unless_failed(asyncio.wait((reading,), timeout=_CLOSE_TIMEOUT_S))
 
@@ -100,7 +100,7 @@ class DecodeSession:
         """Waits until the transfer is verified and its sequences are queued to run.
 
         Raises what `Receiver.commit` does, the error with which activation failed, or `StaleError` when the request
-        ended before it.
+        ended before its activation.
         """
         received = await self._receiver.commit(commit)
         await self._activation_decided.wait()
@@ -116,7 +116,7 @@ class DecodeSession:
             self._inbox.put(command)
             # A router that sends faster than commands are handled has to wait.
             await self._backlog.wait_for_room()
-        # Not raised here: that would cancel the release of blocks, should it be in progress.
+        # The error is not raised here: it would cancel a release of blocks that is in progress.
         self._inbox.put(Failed(error=PeerLeft()))
 
     async def _handle_next(self) -> bool:
@@ -161,7 +161,7 @@ class DecodeSession:
             on_received=self._on_received,
             on_expired=self._on_expired,
         )
-        # Copies, which the scheduler does not count, may hold the stage: a router that gives up is noticed meanwhile.
+        # Copies, which the scheduler does not count, may hold the stage. A router that gives up ends that wait.
         await self._hand_out(await self._inbox.unless_failed(self._receiver.grant(reservation, attempt=self._attempt)))
 
     async def _hand_out(self, ticket: Ticket) -> None:
@@ -198,7 +198,7 @@ class DecodeSession:
         self._activation_decided.set()
 
     async def _report_tokens(self, new: RequestTokens) -> None:
-        # More steps may have ended while the last message was written: messages report as many as fit.
+        # More steps may have ended while the last message was written. A message reports as many steps as fit.
         for message in token_messages(new, self._inbox.more(RequestTokens)):
             await self._stream.write(pb.DecodeResponse(tokens=message))
 
@@ -239,7 +239,7 @@ class DecodeSession:
             )
 
     async def _hand_off(self, command: pb.HandOff) -> None:
-        """The blocks leave while tokens are sampled. The router decides when the request has moved."""
+        """Sends the request's blocks while it runs on. The router decides when the request has moved."""
         sent = await self._transfers.migration.send(self._request_id, command)
         self._inbox.put(pb.DecodeResponse(handed_off=sent))
 
@@ -282,7 +282,7 @@ class DecodeSession:
     async def _release(self) -> None:
         try:
             if isinstance(self._life, Receiving):
-                # Before the blocks are freed: until the transfer is quiet, it may still write to them.
+                # The transfer ends before its blocks are freed, since it may write to them until then.
                 await self._receiver.abort(self._life.ticket.transfer_id)
         finally:
             self._activation_decided.set()

@@ -11,8 +11,8 @@ from pdserve.base.ids import RequestId
 from pdserve.engine.step import Grant, PrefillProgress, RequestStarted, RequestTokens
 from pdserve.v1 import decode_pb2 as pb
 
-#: Size of the commands that wait to be handled from which on no more are read; each counts for its bytes and the
-#: overhead. A router sends one for each choice, and one with each report of progress from a prefill worker.
+#: While the commands that wait to be handled exceed this size, no more are read. Each counts with its bytes and the
+#: overhead. A router sends one command per choice, and one with each report of progress from a prefill worker.
 MAX_COMMAND_BYTES, COMMAND_OVERHEAD = 1 << 16, 128
 
 
@@ -37,7 +37,7 @@ SessionEvent = (
 
 
 class Backlog:
-    """The commands of one router that wait. It belongs to the event loop."""
+    """The size of the commands that wait to be handled. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
@@ -63,7 +63,7 @@ class Backlog:
         self._has_room.set()
 
     async def wait_for_room(self) -> None:
-        """Returns when more may come."""
+        """Returns when another command may be read."""
         await self._has_room.wait()
 
 

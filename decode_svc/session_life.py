@@ -16,7 +16,7 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Receiving:
-    """The request holds its blocks, and a prefill worker the ticket to fill them."""
+    """The request holds its blocks. Another worker has the ticket to fill them."""
 
     ticket: Ticket
 

@@ -30,7 +30,7 @@ class _Reception:
 
 @dataclass(slots=True, kw_only=True)
 class DecodeTrace:
-    """What happened when to one request here. Belongs to its session; times are the event loop's, in seconds."""
+    """The times of one request's events here. Belongs to its session; times are the event loop's, in seconds."""
 
     opened_at: float
     tracer: Tracer = NO_TRACER

@@ -9,15 +9,15 @@ from pdserve.base.wire import tokens_to_wire
 from pdserve.engine.step import RequestTokens
 from pdserve.v1 import decode_pb2 as pb
 
-#: Tokens and log-probabilities of one message. A router handles a message in one piece: more would hold up its other
-#: streams. A client that reads nothing for a while has thousands waiting here.
+#: Maximum number of tokens and log-probabilities in one message. A router handles a message in one piece, and a larger
+#: one would hold up its other streams. Thousands of tokens wait here for a client that reads nothing for a while.
 MAX_MESSAGE_ENTRIES = 512
 
 
 def token_messages(new: RequestTokens, later: Iterable[RequestTokens]) -> Iterator[pb.DecodeTokens]:
     """Messages with the tokens of a step, and of as many later steps as fit.
 
-    A message has at most `MAX_MESSAGE_ENTRIES`, or one choice with more.
+    A message has at most `MAX_MESSAGE_ENTRIES` entries, unless a single choice has more.
     """
     choices = list(new.choices)
     entries = sum(map(_entries, choices))

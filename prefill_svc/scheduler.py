@@ -23,7 +23,7 @@ from pdserve.base.errors import InvalidTransition
 from pdserve.base.ids import AttemptId, BlockTables, RequestId, RouterId
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
-from pdserve.engine.event_log import EventLog
+from pdserve.engine.event_log import StepEventLog
 from pdserve.engine.hidden_sum import HiddenSum
 from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow
@@ -57,7 +57,7 @@ class PrefillScheduler:
         self._blocks = BlockManager(pool)
         self._config = config
         self._prompts = PromptQueues()
-        self._events = EventLog(tier="prefill")
+        self._events = StepEventLog(tier="prefill")
         #: Blocks were freed or a prompt has arrived since the last look at the waiting prompts.
         self._must_rescan_waiting = False
         #: Maximum number of tokens in the next step, beyond that of the config; None: no other.

@@ -31,7 +31,7 @@ from router_svc.routing.timeouts import TimeoutLimits
 
 
 def make_cluster(config: RouterConfig, store: Store, mirror: PrefixMirror, metrics: RouterMetrics) -> Cluster:
-    """The first model's workers, whose directory and certificates have to be run. Raises: SetupError."""
+    """The cluster of the first model. Its directory and certificates have to be run. Raises: SetupError."""
     seals = Seals(read_secret(config.cluster_secret_file), on_refused=metrics.peer_refused)
     tls = peer_tls(config)
     return Cluster(
@@ -47,7 +47,7 @@ def make_cluster(config: RouterConfig, store: Store, mirror: PrefixMirror, metri
 
 
 def make_models(config: RouterConfig, models: Sequence[ServedModel], cluster: Cluster, recorders: Recorders) -> Models:
-    """What is behind each model. `cluster` and `recorders` are the first one's: the others share what is no model's."""
+    """What is behind each model. `cluster` and `recorders` are the first model's. Others share what is no model's."""
     found = []
     for index, model in enumerate(models):
         if index:

@@ -10,7 +10,7 @@ from pdserve.base.sampling import SamplingParams
 
 #: Limit on the amount of a request's priority.
 MAX_PRIORITY = 2**31 - 1
-#: That of requests of a batch, which no client can set: all others come first, on every router and worker.
+#: Priority of requests of a batch, which no client can set: all others come first, on every router and worker.
 BATCH_PRIORITY = MAX_PRIORITY + 1
 
 
@@ -28,8 +28,8 @@ class TextRules:
     skip_special_tokens: bool = True
     #: Special tokens that are text nevertheless: the router reads them before the client gets the rest.
     kept_tokens: tuple[int, ...] = ()
-    #: The output goes on with a text that ends with these bytes of an incomplete character, mostly none; None: it is a
-    #: text of its own.
+    #: Bytes of an incomplete character, mostly none, at the end of the text that the output continues; None: the output
+    #: is a text of its own.
     unfinished: bytes | None = None
 
 
@@ -47,7 +47,7 @@ class Generation:
     first_choice: int = 0
     #: Alternatives to report of each prompt token with its log-probability; None: prompts have no log-probabilities.
     prompt_logprobs: int | None = None
-    #: How the prompt becomes an embedding, with the number of its dimensions; None: it does not. It has no output then.
+    #: How the prompt becomes an embedding, with the number of its dimensions. None: the request has an output instead.
     pooling: Pooling | None = None
     #: Requests with lower values are admitted first.
     priority: int = 0

@@ -24,7 +24,7 @@ from router_svc.request.requests import Recorders, Requests
 log = get_logger(__name__)
 
 _OUTPUT_TOKENS = 3
-#: Beyond `--local-prefill-threshold`, so that the prompt is handed over; more only takes longer.
+#: Tokens beyond `--local-prefill-threshold`, so that the prompt is handed over. A longer prompt only takes longer.
 _TOKENS_BEYOND_THRESHOLD, _MAX_PROMPT_TOKENS = 16, 256
 #: A cluster that is not able to answer by then is reported as ready all the same, with a warning.
 _TIMEOUT_S = 10.0

@@ -84,7 +84,7 @@ class Router:
         self._mirror = PrefixMirror(store)
         self._request_store = RequestStore(store)
         self._clock_skew, self._redis_memory = ClockSkew(store), RedisMemory(store)
-        #: The first model's. What it has of the cluster is that of all models.
+        #: The first model's cluster. Other models share all of it except the policy.
         self.cluster = make_cluster(config, store, self._mirror, self.metrics)
         recent = RecentRecords(config.trace_capacity)
         self._limiter = Limiter(store)

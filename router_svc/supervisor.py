@@ -1,4 +1,4 @@
-"""What a supervisor such as `pdserve up` hears from the router: what it waits for, and that it is ready."""
+"""What the router reports to a supervisor such as `pdserve up`: what it waits for, and that it is ready."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALIVE_EACH_S = 1.0
 
 
 async def report_alive() -> None:
-    """Has a supervisor see that the event loop runs. It ends a process that stops to report this."""
+    """Reports to a supervisor that the event loop runs. The supervisor ends a process that stops reporting this."""
     while True:
         notify.alive()
         await asyncio.sleep(_ALIVE_EACH_S)
@@ -28,7 +28,7 @@ async def report_to_supervisor(
 ) -> None:
     """Reports that the router is ready once both tiers of each model are, and what is missing before, until it drains.
 
-    Probes need only decode workers. The first time `rehearse` comes first, which sends a request through the cluster.
+    Probes need only decode workers. Before the first report, `rehearse` sends a request through the cluster.
     Returns at once without a supervisor: nobody waits for the report then.
     """
     if not notify.has_listener():

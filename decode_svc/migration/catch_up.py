@@ -14,14 +14,14 @@ from pdserve.worker.serve.worker import Worker
 
 
 class CatchUpQueue:
-    """Belongs to the event loop.
+    """Tokens that wait for the step thread. Belongs to the event loop.
 
-    All tokens that wait are taken in between the same two steps. With a message for each, a worker with longer steps
-    would stay behind for good.
+    All of them are taken in between the same two steps. If each message waited for a step of its own, a worker with
+    longer steps would stay behind for good.
     """
 
     def __init__(self, worker: Worker, migrating: MigratingRequests, request_id: RequestId, backlog: Backlog) -> None:
-        """`backlog`: where commands count until a step has taken them."""
+        """`backlog` counts the commands until the step thread has taken them."""
         self._worker = worker
         self._migrating = migrating
         self._request_id = request_id
@@ -30,7 +30,7 @@ class CatchUpQueue:
         self._is_running = False
 
     def take(self, command: pb.DecodeRequest, tasks: ServiceGroup) -> None:
-        """The client has these tokens. Errors of `MigratingRequests.catch_up` end `tasks`."""
+        """Queues tokens that the client has. Errors of `MigratingRequests.catch_up` end `tasks`."""
         self._waiting.append(command)
         if not self._is_running:
             self._is_running = True
@@ -43,7 +43,7 @@ class CatchUpQueue:
         self._is_running = False
 
     def _catch_up(self) -> list[pb.DecodeRequest]:
-        """Called on the step thread: what has come until then is taken, and returned."""
+        """Called on the step thread. Takes all commands that have come until then, and returns them."""
         taken: list[pb.DecodeRequest] = []
         while self._waiting:
             taken.append(self._waiting.popleft())

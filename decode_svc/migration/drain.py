@@ -1,4 +1,4 @@
-"""Empties a decode worker: hands back what waits, and has what runs move to other workers."""
+"""Empties a decode worker: hands back waiting requests, and asks running ones to move to other workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Drain:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, within_s: float) -> None:
-        """Requests that do not end within half of this time are asked to leave; with 0, all are, without haste."""
+        """Asks requests that would not end within half of this time to leave; with 0, asks all, one after the other."""
         if self._task is not None:
             self._task.cancel()
         self._policy = DrainPolicy(_now() + within_s if within_s else None)
@@ -47,7 +47,7 @@ class Drain:
         self._task = self._policy = None
 
     async def _run(self, policy: DrainPolicy) -> None:
-        # The step loop ends first, and with it all that could leave.
+        # `Draining` says that the step loop has ended, and with it every request that could leave.
         with suppress(Draining):
             await self._empty(policy)
 

@@ -1,8 +1,8 @@
 """Which requests a decode worker asks to move elsewhere before it ends. Pure policy.
 
-Requests that end in time stay. The others leave one after the other, and a few at a time where that takes too long:
-steps of the worker they go to are longer while they catch up there, and all that move wait for such a step. A router
-that has no other worker for a request keeps it in mind: nothing is asked twice.
+Requests that end in time stay. The others leave one after the other, and a few at a time where that takes too long.
+While requests catch up, the steps of the worker that they go to are longer, and all moving requests wait for these
+steps. No request is asked twice: a router that has no other worker for it remembers that it should leave.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from math import ceil
 
 from pdserve.base.ids import AttemptId
 
-#: Most requests on their way at a time, and how long one counts as such.
+#: Maximum number of requests that move at a time, and time for which a request that was asked counts as moving.
 _MAX_AT_ONCE, _ON_ITS_WAY_S = 4, 2.0
-#: What a move takes, about.
+#: Approximate duration of a move.
 _MOVE_S = 0.4
-#: Share of the time left that a request may take, at the pace of the last step, to be one that ends in time.
+#: A request ends in time if it takes, at the pace of the last step, at most this share of the time that is left.
 _SAFE_SHARE = 0.5
 
 
 class DrainPolicy:
-    """The requests of a worker that ends at `ends_at`; None: it does not end, and all of them leave."""
+    """Chooses among the requests of a worker that ends at `ends_at`; None: it does not end, and all requests leave."""
 
     def __init__(self, ends_at: float | None) -> None:
         self._ends_at = ends_at
@@ -33,13 +33,13 @@ class DrainPolicy:
         return self._requested_at
 
     def next(self, tokens_left: Mapping[AttemptId, int], *, step_s: float, now: float) -> list[AttemptId]:
-        """The requests to ask now. `tokens_left`: the most that each running one may still have."""
+        """The requests to ask now. `tokens_left`: maximum number of tokens that each running request may still have."""
         allowed_s = 0.0 if self._ends_at is None else _SAFE_SHARE * (self._ends_at - now)
         on_their_way = sum(
             attempt_id in tokens_left and now - requested_at < _ON_ITS_WAY_S
             for attempt_id, requested_at in self._requested_at.items()
         )
-        # The longest first: they gain the most.
+        # Requests with the most tokens left come first: they gain the most.
         candidates = sorted(
             (
                 attempt_id

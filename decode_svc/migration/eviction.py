@@ -1,8 +1,8 @@
 """Asks requests of a decode worker to leave when its blocks run out, before one is preempted if possible.
 
-The youngest leaves, as the youngest would be preempted: routers move it while it runs, if another worker has room for
-it. If none has, everything stays, and is preempted when its turn comes. When an operator balances the load, those leave
-that run longest.
+The youngest request is asked, since it would be preempted first. Its router moves it while it runs, if another worker
+has room for it. If none has, the request stays, and is preempted when its turn comes. When an operator balances the
+load, the requests with the most tokens left are asked.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Inboxes
 from pdserve.worker.serve.worker import Worker
 
-#: Free blocks for each running sequence, below which one should leave: time enough for a move.
+#: Free blocks for each running sequence, below which a request should leave: they last for the time of a move.
 _BLOCKS_EACH = 2
 #: A request with at most this many tokens left ends, and frees its blocks, before it could have moved.
 _SOON = 48
 #: Pause between two requests that are asked to leave, and time after which the same request is asked again.
 _PAUSE_S, _AGAIN_S = 0.25, 4.0
-#: Requests that leave at a time when the load is balanced.
+#: Maximum number of requests that are asked at a time when the load is balanced.
 _AT_ONCE = 4
 _FULL, _REBALANCE = "full", "rebalance"
 
@@ -38,7 +38,7 @@ class EvictionPolicy:
         self._next_at = float("-inf")
 
     def is_due(self, load: Load, now: float) -> bool:
-        """Whether blocks run short and one should leave. The next one waits for the pause."""
+        """Whether blocks run short, so that a request should leave. The next request is due after the pause."""
         if load.num_running < 2 or load.free_blocks >= _BLOCKS_EACH * load.num_running or now < self._next_at:
             return False
         self._next_at = now + _PAUSE_S
@@ -56,9 +56,9 @@ class EvictionPolicy:
     def choose_longest(
         self, running: Mapping[AttemptId, tuple[int, int]], num_sequences: int, now: float
     ) -> list[AttemptId]:
-        """A few requests that run longest, with at most so many sequences.
+        """A few requests with the most tokens left, together with at most `num_sequences` sequences.
 
-        `running`: the most tokens that each may still have, and its number of sequences.
+        `running`: maximum number of tokens that each request may still have, and its number of sequences.
         """
         self._requested_at = {each: at for each, at in self._requested_at.items() if each in running}
         chosen: list[AttemptId] = []
@@ -81,14 +81,14 @@ class Eviction:
         self._policy = EvictionPolicy()
 
     def after_step(self, output: StepOutput) -> None:
-        """What the step has preempted may leave. If blocks run short, another one may."""
+        """Asks requests that the step has preempted to leave. If blocks run short, another request is asked."""
         for attempt_id in output.events.preempted:
             self._request_leave(attempt_id, _FULL)
         if self._policy.is_due(output.load, _now()) and not self._worker.tasks.stopping:
             self._worker.tasks.start(self._evict(), name="eviction")
 
     async def rebalance(self, num_sequences: int) -> int:
-        """Asks a few requests to leave, with at most so many sequences. Returns how many. Raises: Draining."""
+        """Asks a few requests with at most so many sequences to leave. Returns how many requests. Raises: Draining."""
         running = await self._worker.run(self._migrating.running)
         chosen = self._policy.choose_longest(running, num_sequences, _now())
         for attempt_id in chosen:

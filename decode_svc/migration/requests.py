@@ -32,7 +32,7 @@ def num_full_blocks(num_tokens: int, block_size: int) -> int:
 
 
 def moving_hashes(request: ScheduledRequest, block_size: int) -> list[BlockHash]:
-    """Hashes of the blocks that move with a request: those of the output that it came with."""
+    """Hashes of the blocks that move with a request: those of its prompt and of the output that it came with."""
     job, prompt = request.job, request.prompt_sequence
     hashes = list(prompt.hash_full_blocks(block_size))
     num_shared = len(hashes)
@@ -96,7 +96,7 @@ class MigratingRequests:
         return held
 
     def let_go(self, request_id: RequestId) -> None:
-        """Nothing reads the blocks any more. No effect without any."""
+        """Nothing reads the blocks of this request any more. No effect if none are held."""
         self._blocks.pool.release(reversed(self._leaving.pop(request_id, [])))
         self._on_freed()
 
@@ -118,7 +118,7 @@ class MigratingRequests:
         return {each: (count, len(self._requests[each.request_id].sequences)) for each, count in tokens_left.items()}
 
     def waiting(self) -> list[AttemptId]:
-        """The requests that hold nothing here."""
+        """The requests that wait for blocks, and hold none yet."""
         return [each.attempt_id for each in self._requests.values() if each.phase is DecodePhase.WAITING]
 
     # At the worker that a request goes to.
@@ -126,7 +126,7 @@ class MigratingRequests:
         """Another numerics class has computed the blocks that arrive: no other request may find them.
 
         What the request adds to the prefix cache is hashed with `hash_key`, a key of its own. No effect on a request
-        that is not here. Raises `StaleError` for one that moves: its blocks can be computed again.
+        that is not here. Raises `StaleError` for a request that moves: its blocks can be computed again.
         """
         request = self._requests.get(request_id)
         if request is None or request.is_isolated:
@@ -138,7 +138,7 @@ class MigratingRequests:
         prompt.hash_key = hash_key
 
     def start(self, request: ScheduledRequest) -> list[Sequence]:
-        """The sequences of a request whose blocks have arrived: they find these in the cache when they get their turn.
+        """The sequences of a request whose blocks have arrived. They find the blocks in the prefix cache at their turn.
 
         Choices that were stopped meanwhile are left out.
         """
@@ -149,10 +149,11 @@ class MigratingRequests:
         return self._resume(request)
 
     def resume(self, request: ScheduledRequest) -> list[Sequence]:
-        """Run a request that computes its prompt, of which another worker has sampled tokens of all choices.
+        """Run a request whose choices all have tokens of another worker, without computing its prompt first.
 
         Each choice computes what is behind its last cached block, in one chunk with what is left of the prompt.
-        Returns no sequence, and changes nothing, where more of the prompt is missing than that.
+        Returns no sequence, and changes nothing, if no choice goes on, if a choice has no tokens, or if a full block of
+        the prompt is not cached.
         """
         prompt, known = request.prompt_sequence, request.output.keys() | request.stopped
         if request.output.keys() <= request.stopped:  # No choice goes on.
@@ -183,7 +184,7 @@ class MigratingRequests:
         return sequences
 
     def catch_up(self, request_id: RequestId, known: Items[ChoiceTokens]) -> None:
-        """The client has these tokens from another worker: go on behind them. Those that are known here are skipped.
+        """The client has these tokens from another worker: go on behind them. Tokens that are known here are skipped.
 
         A request or choice that is over is ignored. Raises `Diverged` when this worker has other tokens,
         `RequestError` for tokens that the request cannot have.
@@ -201,7 +202,7 @@ class MigratingRequests:
                 sequence.tokens.extend(self._new(request, each, tuple(sequence.tokens[sequence.num_prompt :])))
 
     def _new(self, request: ScheduledRequest, known: ChoiceTokens, output: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of the tokens that follow `output`."""
+        """The tokens of `known` that follow `output`."""
         first, tokens = known.first_index, known.token_ids
         end = first + len(tokens)
         room = min(request.job.params.max_tokens, self._limits.max_model_len - request.prompt_sequence.num_prompt)

@@ -1,4 +1,4 @@
-"""Sends the blocks of running requests to the decode workers that they move to, while they are decoded on here."""
+"""Sends blocks of running requests to the decode workers that the requests move to, while these run on here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MigrationSource:
         self._sender = sender
 
     async def send(self, request_id: RequestId, command: pb.HandOff) -> pb.HandedOff:
-        """Sends the blocks that the ticket is for. The request runs on, whatever becomes of this."""
+        """Sends the blocks that the ticket is for. The request runs on, even if that fails."""
         metrics = self._worker.metrics
         try:
             ticket = self._sender.ticket(command.ticket, request_id)

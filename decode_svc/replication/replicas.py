@@ -1,7 +1,7 @@
 """Copies of running requests' blocks at another decode worker, where the requests go on if this worker is lost. Pure.
 
-A copy is a block of the other worker's prefix cache like any other: it may be late, missing or evicted. What is not
-there is computed again, with the same bits.
+A copy is a block of the other worker's prefix cache like any other: it may be late, missing or evicted. A block without
+a copy is computed again, with the same bits.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Batch:
 
     hashes: list[BlockHash]
     blocks: list[BlockId]
-    #: Leading blocks of each choice that are at the other worker once these are.
+    #: Number of leading blocks of each choice that the other worker has once this batch has arrived.
     offered: Mapping[tuple[AttemptId, int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where copies go: indices of the missing blocks, and blocks of this worker for them."""
+    """Indices of the blocks that are missing here, and the blocks of this worker that their copies go to."""
 
     missing: list[int]
     blocks: list[BlockId]
-    #: More are missing, for which there is no room.
+    #: Whether more blocks are missing, for which this worker has no room.
     is_partial: bool = False
 
 
@@ -61,7 +61,7 @@ class Replicas:
         self._requests = requests
         self._blocks = blocks
         self._on_freed = on_freed
-        #: Leading blocks of each choice that the other worker has, by request.
+        #: Number of leading blocks of each choice that the other worker has, by request.
         self._offered: dict[AttemptId, dict[int, int]] = {}
         self._leaving: list[Batch] = []
         self._arriving: dict[RequestId, _Incoming] = {}
@@ -159,7 +159,7 @@ class Replicas:
         self._free(intake.blocks)
 
     def drop(self, name: RequestId) -> None:
-        """The copies will not arrive, and nothing writes to their blocks any more. No effect without any."""
+        """The copies will not arrive, and nothing writes to their blocks any more. No effect on an unknown name."""
         if (intake := self._arriving.pop(name, None)) is not None:
             self._free(intake.blocks)
 

@@ -25,11 +25,11 @@ from pdserve.worker.serve.worker import Worker
 
 log = get_logger(__name__)
 
-#: Intervals that a request runs before it has copies: one that is younger is computed again at little cost.
+#: Number of intervals that a request runs before its blocks are copied. A younger one costs little to compute again.
 _MIN_AGE = 1
-#: Pause before a router hears again that a worker is wanted.
+#: Pause before a router is asked again to name a worker for copies, and pause after a round that failed.
 _AGAIN_S = 5.0
-#: Rounds in a row that are left out while handovers use the wire.
+#: Maximum number of rounds in a row that are skipped while transfers are active.
 _MAX_SKIPPED = 4
 #: Time for the other worker to answer.
 _ANSWER_S = 5.0
@@ -45,7 +45,7 @@ class ReplicaTarget:
 
     @classmethod
     def of(cls, message: pb.ReplicateTo) -> ReplicaTarget:
-        """Raises `RequestError` for an address that no worker has."""
+        """Raises `RequestError` for an address or an epoch that no worker can have."""
         if not is_host_port(message.grpc_address) or not message.epoch:
             raise RequestError(f"replicate_to names no worker: {message.worker_id[:40]!r}, {message.grpc_address!r}.")
         return cls(WorkerId(message.worker_id), Epoch(message.epoch), message.grpc_address)
@@ -55,7 +55,7 @@ class ReplicationPolicy:
     """Which requests have copies, and where. Pure; times are of one monotonic clock, in seconds."""
 
     def __init__(self, min_age_s: float) -> None:
-        """Younger requests have none."""
+        """Requests that have run for less than `min_age_s` seconds have no copies."""
         self._min_age_s = min_age_s
         self._targets: dict[AttemptId, ReplicaTarget] = {}
         self._failed: dict[AttemptId, Epoch] = {}
@@ -75,7 +75,7 @@ class ReplicationPolicy:
         return lost
 
     def update(self, running: Collection[AttemptId], now: float) -> dict[AttemptId, Epoch]:
-        """The requests that want a worker for copies now, each with the one that has failed, or 0."""
+        """The requests that want a worker for copies now, each with the epoch of the worker that has failed, or 0."""
         self._since = {each: self._since.get(each, now) for each in running}
         for known in (self._targets, self._failed, self._wanted_at):
             for attempt_id in known.keys() - self._since.keys():
@@ -95,7 +95,7 @@ class ReplicationPolicy:
         return frozenset(attempt_id for attempt_id, each in self._targets.items() if each == target)
 
     def by_target(self) -> Mapping[ReplicaTarget, list[AttemptId]]:
-        """The requests that have copies, by where these are."""
+        """The requests for whose copies a worker is named, by this worker."""
         found: dict[ReplicaTarget, list[AttemptId]] = {}
         for attempt_id, target in self._targets.items():
             found.setdefault(target, []).append(attempt_id)
@@ -114,12 +114,12 @@ class ReplicationSource:
         *,
         interval_s: float,
     ) -> None:
-        """With `interval_s` 0 there are none."""
+        """With `interval_s` 0, nothing is copied."""
         self._worker = worker
         self._replicas = replicas
         self._sender = sender
         self._inboxes = inboxes
-        # NCCL connects each pair of workers with a communicator; strangers' requests have hashes of their own.
+        # NCCL needs a communicator per pair of workers. While strangers are accepted, each request has its own hashes.
         is_useful = worker.transport.name != "nccl" and not worker.seals.accepts_strangers
         self._interval_s = interval_s if is_useful else 0.0
         self._policy = ReplicationPolicy(_MIN_AGE * self._interval_s)
@@ -132,12 +132,12 @@ class ReplicationSource:
             self._worker.tasks.start(self._run(), name="replication")
 
     def after_step(self, output: StepOutput) -> None:
-        """A worker that computes nothing is not woken."""
+        """Starts a round if sequences run: a worker that computes nothing is not woken."""
         if output.load.num_running:
             self._is_running.set()
 
     async def replicate_to(self, attempt_id: AttemptId, message: pb.ReplicateTo) -> None:
-        """A router names the worker for the copies of a request. Raises `RequestError` for one that cannot exist."""
+        """A router names a worker for a request's copies. Raises `RequestError` for a worker that cannot exist."""
         target = ReplicaTarget.of(message)
         if target.epoch != self._worker.epoch:
             await self._worker.run(lambda: self._replicas.forget(attempt_id))
@@ -161,7 +161,7 @@ class ReplicationSource:
                 return
             except Exception as error:  # noqa: BLE001 - copies are worth no worker
                 log.error("replication_failed", exc=error)
-                await asyncio.sleep(_AGAIN_S)  # What is wrong would be there in a quarter of a second again.
+                await asyncio.sleep(_AGAIN_S)  # A round that follows at once would fail again.
 
     async def _round(self) -> None:
         running = await self._worker.run(self._replicas.running)
@@ -195,7 +195,7 @@ class ReplicationSource:
         return False
 
     async def _lose(self, target: ReplicaTarget) -> None:
-        """No more copies go there. Routers of its requests hear that another worker is wanted."""
+        """Sends no more copies to the worker. Later rounds ask the routers of its requests for another one."""
         for attempt_id in self._policy.lose(target):
             await self._worker.run(partial(self._replicas.forget, attempt_id))
 

@@ -20,9 +20,9 @@ from pdserve.worker.serve.worker import Worker
 
 log = get_logger(__name__)
 
-#: Longer names are refused; those of workers are much shorter.
+#: Maximum length of a transfer's name, in characters. Names that workers make are much shorter.
 _MAX_NAME = 512
-#: Copies take milliseconds. One that stands still is given up soon, since it holds blocks.
+#: Copies take milliseconds. A transfer without progress is given up soon, since it holds blocks.
 _LEASE_S = 5.0
 _ATTEMPT = 1
 
@@ -41,7 +41,7 @@ class ReplicationTarget:
         return self if name in self._open else None
 
     async def reserve(self, request: pb.ReplicateRequest) -> pb.ReplicateResponse:
-        """The ticket for the blocks that are missing here. They are freed if they do not arrive in time.
+        """The ticket for the blocks that are missing here. Blocks held for copies that do not arrive in time are freed.
 
         Raises: PeerRefused; RequestError; StaleError for blocks of another numerics class; NoFreeBlocks; Draining.
         """
@@ -61,10 +61,10 @@ class ReplicationTarget:
                 return pb.ReplicateResponse()
             ticket = await self._receiver().grant(self._reservation(name, room.blocks), attempt=_ATTEMPT)
         except BaseException:
-            if reserved:  # Also where the caller left before this was known here.
+            if reserved:  # Blocks are also held if the caller was cancelled while the step thread reserved them.
                 await self._worker.run(lambda: self._replicas.drop(name))
             raise
-        self._open.add(name)  # From now on, the end of the transfer frees them.
+        self._open.add(name)  # From now on, the end of the transfer frees the blocks.
         sealed = sealed_ticket(ticket, name, self._worker.seals)
         return pb.ReplicateResponse(ticket=sealed, missing=room.missing, is_partial=room.is_partial)
 
@@ -101,7 +101,7 @@ class ReplicationTarget:
         """The transfer is over, and nothing writes to its blocks any more."""
         self._open.discard(name)
         end = self._replicas.arrived if is_there else self._replicas.drop
-        # Not awaited: the step thread takes it before any command of the request that needs these blocks.
+        # The call is not awaited: the step thread runs it before any command of a request that needs these blocks.
         future = self._worker.post(lambda: end(name))
         future.add_done_callback(_log_failure)
 

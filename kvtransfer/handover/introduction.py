@@ -1,6 +1,6 @@
 """Introductions: a worker names its connections to the worker at their other end, in a message that proves who it is.
 
-Where the library below has no authentication, that is what lets data in (`kvtransfer/transport/base.py:Door`).
+Where the library below has no authentication, that lets data in (`kvtransfer/transport/base.py:TransportGuard`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import chain, repeat
 
 from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport import GuardedTransport, Peer, Transport
-from kvtransfer.transport.base import Door
+from kvtransfer.transport.base import TransportGuard
 from kvtransfer.transport.own_sockets import Connection, own_connections
 from pdserve.base.errors import PdserveError, RequestError
 from pdserve.v1 import decode_pb2
@@ -53,12 +53,12 @@ class Introductions:
         peer = await self._transport.connect(ticket.data_address)
         if not isinstance(self._transport, GuardedTransport) or not ticket.guarded_addresses:
             return peer
-        door = self._transport.door
+        guard = self._transport.guard
         try:
-            with door.introducing(ticket.guarded_addresses) as own:
+            with guard.introducing(ticket.guarded_addresses) as own:
                 if own:
                     await self._introduce(ticket, Introduction(own=tuple(own)))
-            door.confirm(own)
+            guard.confirm(own)
         except BaseException:
             self._transport.disconnect(peer)
             raise
@@ -70,22 +70,22 @@ class Introductions:
         UCX answers over the connection that brought a message. It opens another one when it counted the connections
         between two addresses differently at both ends, as after a restart at the same address.
         """
-        if not isinstance(self._transport, GuardedTransport) or not self._transport.door.is_shut:
+        if not isinstance(self._transport, GuardedTransport) or not self._transport.guard.is_active:
             return
-        door, hosts = self._transport.door, {_host(address) for address in ticket.guarded_addresses}
+        guard, hosts = self._transport.guard, {_host(address) for address in ticket.guarded_addresses}
         for pause in chain(_FIRST_PAUSES, repeat(_LATER_PAUSE)):
             await asyncio.sleep(pause)
-            unknown = [each for each in door.strangers() if _host(each.source) in hosts]
+            unknown = [each for each in guard.strangers() if _host(each.source) in hosts]
             # An error ends neither the transfer, which has a deadline, nor this.
             with suppress(PdserveError):
                 if unknown:
                     latest = Introduction(unknown=tuple(unknown[-MAX_CONNECTIONS:]))
-                    await door.admit(await self._introduce(ticket, latest))
+                    await guard.admit(await self._introduce(ticket, latest))
 
 
-async def answered(introduction: Introduction, door: Door) -> tuple[Connection, ...]:
+async def answered(introduction: Introduction, guard: TransportGuard) -> tuple[Connection, ...]:
     """Lets data into the connections that a worker of this cluster has opened. Returns those that are from here."""
-    await door.admit(introduction.own)
+    await guard.admit(introduction.own)
     return tuple(own_connections(introduction.unknown))
 
 

@@ -36,7 +36,7 @@ from kvtransfer.handover.events import (
     WatchLease,
 )
 from kvtransfer.handover.layer_groups import TransferShape
-from kvtransfer.handover.machine import Machine
+from kvtransfer.handover.transfer_machine import TransferMachine
 from pdserve.base.errors import PdserveError, TransferError
 from pdserve.base.ids import RequestId
 
@@ -102,7 +102,7 @@ TRANSITIONS: dict[ReceiveState, _Moves] = {
 _LEASED = _to(_S.RECEIVING, _S.COMMITTING, _S.BROKEN)
 
 
-class ReceiveMachine(Machine[ReceiveState, ReceiveEvent, ReceiveEffect]):
+class ReceiveMachine(TransferMachine[ReceiveState, ReceiveEvent, ReceiveEffect]):
     """One transfer at the decode worker. Every sign of progress renews the lease.
 
     `handle` raises StaleError or StaleAttempt for a commit or a renewal that comes too late or is not for this ticket.

@@ -142,6 +142,6 @@ class Receiver:
 
     def _guarded_addresses(self) -> tuple[str, ...]:
         transport = self._transport
-        if isinstance(transport, GuardedTransport) and transport.door.is_shut:
-            return tuple(sorted(transport.door.addresses))
+        if isinstance(transport, GuardedTransport) and transport.guard.is_active:
+            return tuple(sorted(transport.guard.addresses))
         return ()

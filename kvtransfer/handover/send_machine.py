@@ -27,7 +27,7 @@ from kvtransfer.handover.events import (
     WatchLease,
 )
 from kvtransfer.handover.layer_groups import TransferShape
-from kvtransfer.handover.machine import Machine
+from kvtransfer.handover.transfer_machine import TransferMachine
 from pdserve.base.errors import PdserveError, PeerLost, TransferTimeout
 
 #: How long an aborted transfer waits for the next of its messages to leave. A decode worker that lives takes them.
@@ -82,7 +82,7 @@ TRANSITIONS: dict[SendState, _Moves] = {
 }
 
 
-class SendMachine(Machine[SendState, SendEvent, SendEffect]):
+class SendMachine(TransferMachine[SendState, SendEvent, SendEffect]):
     """One transfer at the prefill worker: its blocks may be read until `Released`.
 
     A layer group goes through the bundles of its KV group in order, independently of the other layer groups.

@@ -171,11 +171,11 @@ class LaneReporter(Protocol):
         ...
 
 
-class Door(Protocol):
+class TransportGuard(Protocol):
     """What lets data into a process from connections that a peer has named as its own, and from no others."""
 
     @property
-    def is_shut(self) -> bool:
+    def is_active(self) -> bool:
         """Whether strangers are kept out. Otherwise everybody is let in."""
         ...
 
@@ -209,9 +209,9 @@ class Door(Protocol):
 
 @runtime_checkable
 class GuardedTransport(Protocol):
-    """A transport whose library has no authentication, so that there is a door before it: UCX."""
+    """A transport whose library has no authentication, so that there is a guard before it: UCX."""
 
     @property
-    def door(self) -> Door:
-        """The door of this process."""
+    def guard(self) -> TransportGuard:
+        """The guard of this process."""
         ...

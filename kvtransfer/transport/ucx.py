@@ -22,7 +22,7 @@ from ucxx.exceptions import UCXError
 from kvtransfer.transport.base import Buffer, Operation, Peer
 from kvtransfer.transport.tag_matcher import TagMatcher
 from kvtransfer.transport.ucx_address import unpack_address
-from kvtransfer.transport.ucx_door import UcxDoor
+from kvtransfer.transport.ucx_guard import UcxGuard
 from kvtransfer.transport.ucx_lanes import lanes_of, offered_lanes
 from kvtransfer.transport.ucx_options import options_for
 from kvtransfer.transport.ucx_worker import UcxPeer, UcxWorker, own_peer
@@ -72,7 +72,7 @@ class UcxTransport:
         self._host = host
         self._drain_timeout_s = drain_timeout_s
         self._device_memory = device_memory
-        self.door = UcxDoor(is_shut=guarded, pause=self._pause, resume=self._resume)
+        self.guard = UcxGuard(is_active=guarded, pause=self._pause, resume=self._resume)
         self._worker: UcxWorker | None = None
         self._is_paused = False
         self._files: SpareFiles | None = None
@@ -169,10 +169,10 @@ class UcxTransport:
     # Start and end of the UCX worker.
     def _listening(self) -> UcxWorker:
         """The UCX worker, a new one where UCX had no file for a peer and stopped listening."""
-        if self._worker is not None and not self.door.listens and self._can_open():
+        if self._worker is not None and not self.guard.listens and self._can_open():
             log.warning("ucx_worker_replaced", reason="UCX had no file for a peer and stopped listening")
             self._down(PeerLost("UCX stopped listening, because too many files were open."))
-            self.door.occupy_closed()
+            self.guard.occupy_closed()
         return self._up()
 
     def _up(self) -> UcxWorker:
@@ -180,16 +180,16 @@ class UcxTransport:
             return self._worker
         options = options_for(self._host, device_memory=self._device_memory)
         try:
-            with self.door.listening():
+            with self.guard.listening():
                 worker = UcxWorker.start(options)
         except UCXError as error:
             advice = _CUDA_ADVICE if self._device_memory else ""
             raise SetupError(f"UCX does not start with options {options}: {error}.{advice}") from error
-        self.door.require_found(offered_lanes(worker.context.info))
+        self.guard.require_found(offered_lanes(worker.context.info))
         self._worker, self._files = worker, SpareFiles()
         asyncio.get_running_loop().add_reader(worker.handle.epoll_file_descriptor, self._progress)
-        if self.door.is_shut:
-            self._sweeper = asyncio.create_task(self.door.end_strangers(), name="strangers at UCX")
+        if self.guard.is_active:
+            self._sweeper = asyncio.create_task(self.guard.end_strangers(), name="strangers at UCX")
         self._schedule_poll()
         return worker
 

@@ -24,7 +24,7 @@ from pdserve.peers.workers import Tier
 
 
 @dataclass(slots=True, kw_only=True)
-class EventLog:
+class StepEventLog:
     """Collects events between two steps; a scheduler owns one."""
 
     tier: Tier

@@ -16,11 +16,11 @@ from prometheus_client.exposition import choose_encoder
 
 from pdserve.base.errors import Forbidden, SetupError, codes_of
 from pdserve.net.hosts import AllowedHosts
-from pdserve.net.http_limits import SERVER_SETTINGS, Connection, UnreadableForm, plain_error
+from pdserve.net.http_limits import SERVER_SETTINGS, LimitedConnection, UnreadableForm, plain_error
 from pdserve.net.silent_connections import FIRST_REQUEST_S, IDLE_S, SilentConnections
 from pdserve.observe.http_log import ServerLog
 
-# Not in each application: aiohttp answers broken HTTP without one. Its own header has versions of it and of Python.
+# aiohttp answers broken HTTP without an application, and its own header has the versions of aiohttp and of Python.
 web_response.SERVER_SOFTWARE = "pdserve"  # type: ignore[attr-defined]
 #: Connections that wait to be accepted.
 _BACKLOG = 1024
@@ -28,7 +28,7 @@ _continue = web_urldispatcher._default_expect_handler
 
 
 async def _expectation(request: web.Request) -> None:
-    """Answers `Expect: 100-continue`. Others are 417; aiohttp's own handler fails with one that is no text."""
+    """Answers `Expect: 100-continue`. Other values get 417; aiohttp's handler fails with a value that is no text."""
     try:
         await _continue(request)
     except UnicodeEncodeError:
@@ -48,7 +48,7 @@ class Health:
     dead: str | None = None
     #: Why the process, though alive, makes no progress; None while it does.
     stalled: str | None = None
-    #: Why it seems to make none at present; None while it does. Not ready, and no reason for a restart yet.
+    #: Why the process seems to make no progress; None while it does. It is not ready then, but needs no restart yet.
     hung: str | None = None
     #: Reasons for degraded service, such as an unreachable Redis, by subject.
     degraded: dict[str, str] = field(default_factory=dict)
@@ -110,7 +110,7 @@ def metrics_routes(registry: CollectorRegistry) -> list[web.RouteDef]:
     """The route that Prometheus reads."""
 
     async def metrics(request: web.Request) -> web.Response:
-        # OpenMetrics, which has exemplars, for those that ask for it, as Prometheus does; else the text format.
+        # Clients that ask for OpenMetrics, as Prometheus does, get it with exemplars. Others get the text format.
         try:
             encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         except TypeError:  # prometheus_client compares the parts of a version as they were sent: "1.x" with (1, 0, 0)
@@ -160,9 +160,9 @@ async def serve_http(
     server, loop, server_log = runner.server, asyncio.get_running_loop(), ServerLog()
     assert server is not None
 
-    def connection() -> Connection:
+    def connection() -> LimitedConnection:
         settings = SERVER_SETTINGS | {"loop": loop, "logger": server_log, "keepalive_timeout": IDLE_S}
-        return Connection(server, unreadable, **settings)
+        return LimitedConnection(server, unreadable, **settings)
 
     try:
         accepting = await loop.create_server(connection, sock=listener, ssl=tls, backlog=_BACKLOG)
@@ -183,7 +183,7 @@ async def serve_admin(health: Health, registry: CollectorRegistry, listener: soc
 
 
 def _known_hosts(allowed: AllowedHosts) -> Middleware:
-    """A middleware that refuses requests under other names."""
+    """A middleware that refuses requests under names that are not allowed."""
 
     @web.middleware
     async def checked(

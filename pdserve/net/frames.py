@@ -16,7 +16,7 @@ class Frames:
     """Bytes that were received, and not taken as messages yet."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: of one message."""
+        """`max_bytes`: maximum size of one message."""
         self._max_bytes = max_bytes
         self._received = bytearray()
         #: Whether a complete message is left, because `take` was called for fewer.

@@ -1,4 +1,4 @@
-"""What grpc reports of metadata that is no UTF-8, without the metadata: it may be a key, and anybody can send it."""
+"""Keeps metadata that is no UTF-8 out of the log: grpc would log it, it may be a key, and anybody can send it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOG_EVERY_S = 10.0
 
 
 class MetadataFilter(logging.Filter):
-    """Replaces these lines by one with a count, so that a flood fills no log."""
+    """Replaces grpc's lines about unreadable metadata by one line with a count, so that a flood fills no log."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -42,5 +42,5 @@ _FILTER = MetadataFilter()
 
 
 def keep_metadata_out_of_the_log() -> None:
-    """For this process, from now on. Further calls are harmless."""
+    """Adds the filter to grpc's logger, for this process. Further calls are harmless."""
     logging.getLogger(_LOGGER).addFilter(_FILTER)

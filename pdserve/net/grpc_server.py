@@ -1,4 +1,4 @@
-"""grpc's server, which a call with any name of a method cannot stop, and writes that a cancellation cannot cut short.
+"""grpc's server, which no name of a method can stop, and writes that a cancellation cannot cut short.
 
 From version 1.83 on, grpc accepts all calls of unregistered methods in one loop, and decodes their names there: a name
 that is no UTF-8 ends the loop, and with it the server and every call on it. Anybody who reaches the port can send one.
@@ -17,7 +17,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined] # grpc's types lac
 from pdserve.base.tasks import run_to_completion
 from pdserve.net.grpc_log import keep_metadata_out_of_the_log
 
-#: What grpc calls these methods in its own log.
+#: The name of unregistered methods in grpc's own log.
 _UNREGISTERED = "unregistered"
 
 
@@ -33,14 +33,14 @@ class _RegisteredMethodsOnly(cygrpc.AioServer):  # type: ignore[misc]
     """Answers calls of unregistered methods by itself."""
 
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
-        """grpc's hook: the next call of a registered method, or, for None, of any other one, which never comes."""
+        """grpc's hook: the next call of a registered method. With None: a task that refuses all other calls."""
         if method is not None:
             future: asyncio.Future[Any] = super()._make_request_call_future(method)
             return future
         return asyncio.get_running_loop().create_task(self._refuse())
 
     async def _refuse(self) -> None:
-        """Until the server stops, when grpc cancels this or makes `_request_call` raise."""
+        """Refuses calls until the server stops: then grpc cancels this task or makes `_request_call` raise."""
         loop, refusals = asyncio.get_running_loop(), set[asyncio.Task[None]]()
         while True:
             call = await self._request_call()
@@ -64,10 +64,10 @@ def grpc_server(**settings: Any) -> grpc.aio.Server:
 
 
 def whole_writes(context: grpc.aio.ServicerContext[Any, Any]) -> Callable[[Any], Awaitable[None]]:
-    """`context.write`, for a method whose task can be cancelled by another one of its own, as in a task group.
+    """`context.write`, for a method in which one task can cancel another one, as in a task group.
 
-    A cancellation goes on when the message is written. With the message of a cancelled task still on its way, grpc
-    refuses what comes next, the status included, and the caller would wait for it in vain.
+    A cancellation waits until the message is written. While the message of a cancelled task is still on its way, grpc
+    refuses what comes next, the status included, and the caller would wait for the status in vain.
     """
 
     async def write(message: Any) -> None:

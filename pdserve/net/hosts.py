@@ -1,4 +1,4 @@
-"""Which `Host` headers a listener takes. Against DNS rebinding: a web page whose name suddenly means this machine.
+"""Which `Host` headers a listener takes. This stops DNS rebinding: a web page's name comes to mean this machine.
 
 Only a name can be rebound, so a literal address passes. Pure.
 """
@@ -27,7 +27,7 @@ class AllowedHosts:
 
     @classmethod
     def of_listener(cls, host: str, extra: Collection[str] = ()) -> AllowedHosts:
-        """`localhost` and `extra`; any name with `*`, and where the listener is not on loopback and `extra` empty."""
+        """Allows `localhost` and `extra`; any name with `*`, or without `extra` on a listener beyond loopback."""
         if ANY in extra or not (extra or _is_loopback(host)):
             return cls()
         return cls(names=frozenset({"localhost", *(name.lower().rstrip(".") for name in extra)}))

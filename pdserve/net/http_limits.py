@@ -15,10 +15,10 @@ from pdserve.base.errors import HeadersTooLarge, PdserveError, RequestError, cod
 MAX_LINE_BYTES, MAX_HEADER_BYTES, MAX_ALL_HEADERS_BYTES = 16 * 1024, 32 * 1024, 64 * 1024
 MAX_HEADERS = 128
 
-#: How aiohttp's server reads.
+#: Settings of aiohttp's server.
 SERVER_SETTINGS: dict[str, Any] = {
     "access_log": None,
-    # It would also unpack the rest of a body that was refused: gigabytes of a megabyte.
+    # aiohttp would also decompress the rest of a refused body: a megabyte can become gigabytes.
     "auto_decompress": False,
     "max_line_size": MAX_LINE_BYTES,
     "max_field_size": MAX_HEADER_BYTES,
@@ -39,7 +39,7 @@ def plain_error(error: PdserveError) -> web.Response:
     return web.json_response({"error": str(error)}, status=codes_of(error).http)
 
 
-class Connection(web.RequestHandler):
+class LimitedConnection(web.RequestHandler):
     """A connection that answers to what is not HTTP in the server's form, and keeps no headers beyond the limit."""
 
     __slots__ = ("_form", "_unread")
@@ -48,11 +48,11 @@ class Connection(web.RequestHandler):
         """`settings` are those of aiohttp's own class."""
         super().__init__(server, **settings)
         self._form = form
-        #: Bytes of headers whose end is not there yet.
+        #: Bytes of headers whose end has not arrived yet.
         self._unread = 0
 
     def data_received(self, data: bytes) -> None:
-        """Also answers when headers exceed their limit. The parser would keep each that does not exceed its own."""
+        """Also answers when all headers together are too long. The parser keeps each that is within its own limit."""
         super().data_received(data)
         waits_for_request = self._waiter is not None and not self._waiter.done()
         self._unread = self._unread + len(data) if waits_for_request else 0
@@ -67,7 +67,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Logs the error, as aiohttp does, and answers without what was sent."""
+        """Logs the error, as aiohttp does, and answers without repeating what was sent."""
         usual = super().handle_error(request, status, exc, message)
         if not isinstance(exc, HttpProcessingError):
             return usual
@@ -96,7 +96,7 @@ async def bounded_headers(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """A middleware that raises `HeadersTooLarge`."""
-    # With `: ` and the end of the line.
+    # Each header also has `: ` and the end of its line.
     size = sum(len(name) + len(value) + 4 for name, value in request.raw_headers)
     if size > MAX_ALL_HEADERS_BYTES:
         raise HeadersTooLarge(f"The request has {size} bytes of headers {_LIMITS}")

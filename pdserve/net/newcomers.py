@@ -46,11 +46,11 @@ class Newcomers:
         """`max_turns`: connections that are read at a time. Beyond `max_connections`, old ones are closed."""
         self._max_turns = max_turns
         self._max_connections = max_connections
-        #: All of them, with their hosts, in the order of their arrival.
+        #: All newcomers, with their hosts, in the order of their arrival.
         self._hosts: dict[Newcomer, str] = {}
         self._num_at: Counter[str] = Counter()
         self._turns: dict[Newcomer, _Turn] = {}
-        #: By host, in the order of their arrival.
+        #: Newcomers that wait for their turn, by host, in the order of their arrival.
         self._waiting: dict[str, dict[Newcomer, None]] = {}
         self._swept_at = 0.0
         self._is_giving = False
@@ -66,19 +66,19 @@ class Newcomers:
         self._give_turns(now)
 
     def heard(self, newcomer: Newcomer, now: float) -> None:
-        """Bytes have come. Does nothing for one that is not here."""
+        """The newcomer has sent bytes. Does nothing for a connection that has no turn."""
         if (turn := self._turns.get(newcomer)) is not None:
             turn.heard_at = now
 
     def remove(self, newcomer: Newcomer, now: float) -> None:
-        """The peer is known, or gone. Does nothing for one that is not here."""
+        """The peer is known, or gone. Does nothing for a connection that is no newcomer."""
         self._forget(newcomer)
         self._give_turns(now)
 
     def sweep(self, now: float) -> None:
         """Ends turns that take too long while others wait. Call it every `SWEEP_S`."""
         was_stopped, self._swept_at = now - self._swept_at > 2 * SWEEP_S, now
-        # What arrived while this process itself was stopped is read before the next time.
+        # Bytes that arrived while this process itself was stopped are read before the next sweep.
         if not self._waiting or was_stopped:
             return
         for newcomer, turn in list(self._turns.items()):
@@ -97,7 +97,7 @@ class Newcomers:
         try:
             while self._waiting and len(self._turns) < self._max_turns:
                 host = self._next_host()
-                # The latest: a crowd of strangers at a router's own host does not stand in front of it.
+                # The latest newcomer is next: a crowd of strangers at a router's own host must not delay the router.
                 newcomer = next(reversed(self._waiting[host]))
                 self._leave(host, newcomer)
                 self._turns[newcomer] = _Turn(host, now, now)
@@ -106,7 +106,7 @@ class Newcomers:
             self._is_giving = False
 
     def _next_host(self) -> str:
-        """The one with the fewest turns."""
+        """The waiting host with the fewest turns."""
         if len(self._waiting) == 1:
             return next(iter(self._waiting))
         counts = dict.fromkeys(self._waiting, 0)
@@ -116,7 +116,7 @@ class Newcomers:
         return min(counts, key=counts.__getitem__)
 
     def _leave(self, host: str, newcomer: Newcomer) -> None:
-        """It waits no longer."""
+        """The newcomer waits no longer."""
         waiting = self._waiting.get(host, {})
         waiting.pop(newcomer, None)
         if not waiting:
@@ -138,7 +138,7 @@ class Newcomers:
 
 
 def host_of(address: str) -> str:
-    """What counts as one host: an IPv4 address, or the network of an IPv6 one, which has addresses without number."""
+    """What counts as one host: an IPv4 address, or the network of an IPv6 address, of which a host has many."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -18,7 +18,7 @@ _RETRY_S = 0.5
 def notify(state: str) -> bool:
     """Sends lines such as `READY=1` or `STATUS=loading` to $NOTIFY_SOCKET.
 
-    False when there is no listener, or it reads nothing: a supervisor that stands still must hold nobody up.
+    Returns False when there is no listener, or it reads nothing: a supervisor that hangs must not hold up a process.
     """
     address = variable("NOTIFY_SOCKET")
     if not address:
@@ -34,7 +34,7 @@ def notify(state: str) -> bool:
 
 @functools.cache
 def _sender() -> socket.socket:
-    """Kept open: a process without a free descriptor must still report that it makes progress, or it would be ended."""
+    """The socket is kept open: a process without a free descriptor must still report its progress, or it is ended."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
 
@@ -49,13 +49,13 @@ def ready() -> bool:
 
 
 async def report_ready() -> None:
-    """The same, again and again until the supervisor has it, which would wait for it otherwise."""
+    """Reports readiness again and again until the supervisor, which waits for it, has received it."""
     while has_listener() and not ready():  # noqa: ASYNC110 - nothing says when it reads again
         await asyncio.sleep(_RETRY_S)
 
 
 def alive() -> bool:
-    """Reports that this process makes progress. A supervisor ends one that has reported it and stops to do so."""
+    """Reports that this process makes progress. A supervisor ends a process that stops reporting it."""
     return notify("WATCHDOG=1")
 
 

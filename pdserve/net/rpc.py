@@ -31,7 +31,7 @@ from pdserve.base.trace_context import TRACEPARENT, TraceContext, parse_tracepar
 from pdserve.base.wire import reported_wait
 from pdserve.net.connection_pool import ConnectionPool
 from pdserve.net.grpc_server import grpc_server
-from pdserve.net.rpc_messages import MessageParser
+from pdserve.net.rpc_messages import ParsingInterceptor
 from pdserve.peers.peer_tls import PeerTls
 
 log = get_logger(__name__)
@@ -94,8 +94,8 @@ class ChannelPool:
     def use(self, worker_id: WorkerId, epoch: Epoch, address: str) -> AbstractAsyncContextManager[grpc.aio.Channel]:
         """The channel to that incarnation, which listens at `address`; open at least until the block ends.
 
-        A new channel starts to connect at once, without waiting for its first call. Another address is another
-        channel: a stranger's ticket may name any for a worker that others call, too.
+        A new channel starts to connect at once, without waiting for its first call. Each address has its own channel:
+        a stranger's ticket may name any address for a worker that others call, too.
         """
 
         async def connect() -> grpc.aio.Channel:
@@ -143,7 +143,7 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Pdserve
         metadata.append((_PARAM_KEY, error.param))
     if isinstance(error, Overloaded):
         metadata.append((_RETRY_AFTER_KEY, str(error.retry_after_s)))
-    # What the method has set stays.
+    # Metadata that the method has set is kept.
     metadata = [*(context.trailing_metadata() or ()), *metadata]
     await context.abort(grpc.StatusCode[codes_of(error).grpc], str(error), trailing_metadata=tuple(metadata))
 
@@ -234,7 +234,7 @@ class GrpcPort:
     flag: str
     #: None: no TLS.
     credentials: grpc.ServerCredentials | None = None
-    #: What callers may send. The default is for pdserve's own processes as callers.
+    #: Maximum size of a request. The default is for pdserve's own processes as callers.
     max_request_bytes: int = MAX_MESSAGE_BYTES
     #: Calls at a time, over all connections and of one connection. Further ones are refused, or wait in the client.
     max_calls: int | None = None
@@ -246,7 +246,7 @@ class GrpcPort:
         options = [option for option in _OPTIONS if option[0] != name] + [(name, self.max_request_bytes)]
         if self.max_calls_per_connection is not None:
             options.append(("grpc.max_concurrent_streams", self.max_calls_per_connection))
-        return grpc_server(options=options, maximum_concurrent_rpcs=self.max_calls, interceptors=[MessageParser()])
+        return grpc_server(options=options, maximum_concurrent_rpcs=self.max_calls, interceptors=[ParsingInterceptor()])
 
     def bind(self, server: grpc.aio.Server) -> str:
         """Opens the port. Returns `host:port`. Raises `SetupError`."""

@@ -14,8 +14,8 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 _Parse = Callable[[bytes], Any]
 
 
-class MessageParser(grpc.aio.ServerInterceptor):
-    """Parses the requests of all methods that leave it to grpc."""
+class ParsingInterceptor(grpc.aio.ServerInterceptor):
+    """Parses the requests of all methods that leave parsing to grpc."""
 
     async def intercept_service(
         self,

@@ -38,7 +38,7 @@ class SilentConnections:
         app.middlewares.insert(0, noted)
 
     def sweep(self, connections: Iterable[web.RequestHandler], now: float) -> None:
-        """Closes what has been here without a request for too long. Call it at least every half of that time."""
+        """Closes connections that have had no request for `timeout_s`. Call it at least twice in that time."""
         every = set(connections)
         self._spoken &= every
         self._seen_at = {each: self._seen_at.get(each, now) for each in every - self._spoken}

@@ -1,4 +1,4 @@
-"""Serves connections of `MessageStream`: a task each, limits on those of strangers, failures as last messages."""
+"""Serves connections of `MessageStream`: a task for each, limits on strangers, failures as last messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STALLED_AFTER_S = 75
 _NEWCOMER_BYTES = 64 << 20
 #: Bytes that asyncio reads at a time, which may be beyond a message.
 _READ_BYTES = 256 << 10
-#: Turns of newcomers, at least. One stranger does not block a worker with very long prompts.
+#: Minimum number of turns of newcomers: one stranger must not block a worker that takes very long prompts.
 _MIN_TURNS = 8
 
 
@@ -51,8 +51,8 @@ async def serve_streams(
     A connection is closed when its handler returns, and immediately if it arrives while the block ends. If the handler
     raises, the last message is the one that `failure` makes of the error; any but a `PdserveError` is logged and
     replaced by one. `PeerLeft` is not a failure. `handle` calls `trust` when it knows who has connected: until then
-    the connection counts as a newcomer, which may have to wait before it is read (`Newcomers`). One with a message
-    beyond `max_message_bytes` is closed.
+    the connection counts as a newcomer, which may have to wait before it is read (`Newcomers`). A connection
+    with a message beyond `max_message_bytes` is closed.
     """
     # With TLS, a peer has shown a certificate before it is here.
     newcomers = None if tls is not None else Newcomers(max_turns=_max_turns(max_message_bytes))
@@ -64,7 +64,7 @@ async def serve_streams(
             if group.stopping:
                 stream.close()
                 return
-            # Not closed by `_serve` itself: a task cancelled before its first turn never reaches a `finally`.
+            # `_serve` does not close the stream: a task cancelled before its first turn never reaches a `finally`.
             serving = group.start(_serve(stream, handle, failure), name="stream")
             serving.add_done_callback(lambda _: stream.close())
 
@@ -111,7 +111,7 @@ async def _listening(
 async def _send_last(stream: MessageStream[Incoming], message: Message) -> None:
     """Sends a message and waits for the peer to close.
 
-    Closed by this end, the connection would be reset by anything the peer still sends, and the message would be lost.
+    If this end closed the connection, anything that the peer still sends would reset it, and the message would be lost.
     """
     await stream.write(message)
     with contextlib.suppress(TimeoutError):

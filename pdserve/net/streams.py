@@ -55,7 +55,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         `lost_after_s`: time the peer may acknowledge no data, or accept none, before it counts as lost.
         """
         self._lost_after_s = lost_after_s
-        #: Where the stream counts until `trust` is called. It is open once it has its turn there.
+        #: The newcomers to which the stream belongs until `trust` is called. It is open once it has its turn.
         self._newcomers = newcomers
         self._loop = asyncio.get_running_loop()
         self._parse = parse
@@ -70,7 +70,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         #: When the reader times out. One timer checks it now and then, which saves a timer per message.
         self._reader_due: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        #: The reader timed out, but what arrived while this process itself was stopped has still to be looked at.
+        #: Whether the reader has timed out, but what arrived while this process was stopped has still to be read.
         self._is_overdue = False
         #: Set unless the peer is behind with reading.
         self._writable = asyncio.Event()
@@ -206,7 +206,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
 
     def _end(self) -> None:
         self._ended = True
-        self.trust()  # It holds nothing any more.
+        self.trust()  # An ended stream needs no turn.
         self._writable.set()
         self._wake_reader()
         if self._timer is not None:
@@ -225,7 +225,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         if self._loop.time() < self._reader_due:
             self._timer = self._loop.call_at(self._reader_due, self._check_reader)
         elif not is_overdue:
-            # Not at once: if this process was stopped, messages wait in the socket, which the loop reads before this.
+            # The reader gets more time: if this process was stopped, the loop first reads what waits in the socket.
             self._is_overdue = True
             self._timer = self._loop.call_later(_LAST_LOOK_S, self._check_reader)
         else:

@@ -1,7 +1,7 @@
 """What a worker that fails by itself leaves in Redis: the requests in its last step.
 
-It is written before the worker closes its connections. A router that loses a worker therefore finds it at once, and
-where there is nothing, the worker was killed or its machine is gone.
+The note is written before the worker closes its connections, so a router that loses the worker finds it at once.
+Without a note, the worker was killed or its machine is gone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ log = get_logger(__name__)
 
 DEATH_KEY = "death:"
 _TTL_S = 900
-#: Calls of which one has to reach Redis. On a busy machine an answer can take longer than the deadline of one call, and
-#: a death that is not noted counts as one from outside. Together they take less time than a failed thread is held.
+#: Maximum number of calls until one reaches Redis. On a busy machine an answer can take longer than a call's deadline,
+#: and a death without a note counts as one from outside. All calls take less time than a failed thread is held.
 _TRIES = 3
 
 

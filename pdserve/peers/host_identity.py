@@ -17,7 +17,7 @@ class HostIdentity:
     hostname: str
     #: Random at each boot, and equal in all containers of a host.
     boot_id: str
-    #: As in its own pid namespace.
+    #: The process id in the process's own pid namespace.
     pid: int
     uid: int
     gid: int

@@ -31,7 +31,7 @@ class PeerTlsConfig(Protocol):
 
     @property
     def peer_ssl_keyfile(self) -> str | None:
-        """Its private key."""
+        """The private key of this process."""
 
     @property
     def peer_ssl_ca_certs(self) -> str | None:
@@ -64,7 +64,7 @@ class PeerTls:
             raise SetupError(f"TLS between routers and workers needs all of {_FLAGS}. Set the missing ones.")
         self._paths = [Path(path) for path in named if path is not None]
         self.server_name = config.peer_ssl_server_name
-        #: Number of times that the files were read; connections of earlier ones use what was read then.
+        #: Number of times that changed files were read. An open connection keeps the certificates it was opened with.
         self.generation = 0
         self._seen = self._state()
         try:
@@ -90,7 +90,7 @@ class PeerTls:
         return grpc.ssl_channel_credentials(files.authorities, files.key, files.certificate)
 
     def channel_options(self) -> list[tuple[str, str]]:
-        """Options of such a channel."""
+        """Options of a channel to a peer."""
         return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
 
     def server_credentials(self) -> grpc.ServerCredentials:
@@ -106,7 +106,7 @@ class PeerTls:
             self.refresh()
 
     def refresh(self) -> None:
-        """Reads the files if they have changed. Keeps what it has when they do not fit, as between two writes."""
+        """Reads the files if they have changed. Keeps the former ones if they do not fit, as between two writes."""
         state = self._state()
         if state == self._seen:
             return
@@ -125,7 +125,7 @@ class PeerTls:
         return grpc.ssl_server_certificate_configuration([(files.key, files.certificate)], files.authorities)
 
     def _contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        """Those of a client and of a server."""
+        """TLS contexts of a client and of a server."""
         client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         for context in (client, server):
             context.minimum_version = ssl.TLSVersion.TLSv1_3

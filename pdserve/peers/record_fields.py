@@ -1,7 +1,7 @@
 """A worker's record as fields of a Redis hash. Who can write to Redis can write anything there: all of it is checked.
 
-What is read is a value that every user of a record can compute with. Anything else is a record that cannot be read,
-which hides that worker and no other. Pure.
+A record that is read has only values that its users can compute with. A record with any other value counts as
+unreadable, which hides its worker and no other. Pure.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pdserve.base.ids import Epoch, RouterId, WorkerId
 from pdserve.base.layout_wire import layout_from_record, layout_to_record
 from pdserve.peers.workers import Tier, TransportReport, WorkerLoad, WorkerRecord
 
-#: Bytes of a record, names of fields included. Those of workers have about 2,000.
+#: Maximum size of a record, with the names of its fields. Records of workers have about 2,000 bytes.
 MAX_RECORD_BYTES = 65_536
-#: An earlier name, which other versions read and write.
+#: The earlier name of a field, which other versions read and write.
 _WHILE_DECODING = "prefill_tokens_per_s_beside_decoding"
 _MAX_NUMBER = 2**63 - 1
 _MAX_TEXT = 4096
@@ -146,7 +146,7 @@ def _record(worker_id: WorkerId, found: Mapping[str, bytes]) -> WorkerRecord:
         tier=cast(Tier, tier),
         grpc_address=_address(found, "grpc_address"),
         http_address=_address(found, "http_address"),
-        # Only decode workers have one.
+        # Only decode workers have a stream address.
         stream_address=_address(found, "stream_address") if found["stream_address"] or tier == "decode" else "",
         model=found["model"].decode(),
         layout=layout_from_record(found["layout"]),

@@ -1,7 +1,7 @@
 """The registry of workers in Redis: the worker's heartbeat, and the router's directory.
 
 `pd:worker:{id}` is a hash that expires when heartbeats end. `pd:workers` is the set of ids to look up. A change of the
-random `pd:workers-mark` shows that Redis has lost its contents: with `FLUSHALL` it does so without an outage.
+random `pd:workers-mark` shows that Redis has lost its contents, which `FLUSHALL` removes without an outage.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Registrar:
         self._retry_s = retry_s
         self._pause_s = pause_s
         self._on_degraded = on_degraded
-        #: What signs the record; to be set before `run`.
+        #: The secret that signs the record; to be set before `run`.
         self.secret: ClusterSecret | None = None
         self._degraded = False
         self._due = asyncio.Event()
@@ -99,7 +99,7 @@ class Registrar:
             while True:
                 self._due.clear()
                 self._due_at_once.clear()
-                # One that is cut off may reach Redis behind the removal, on a connection of its own.
+                # A heartbeat that is cut off may reach Redis after the removal, on a connection of its own.
                 await run_to_completion(self._beat())
                 period_s = self._retry_s if self._degraded else self._heartbeat_s
                 pause_s = min(self._pause_s, period_s)
@@ -200,7 +200,7 @@ class WorkerDirectory:
     def mark_lost(self, worker_id: WorkerId, epoch: Epoch) -> None:
         """Excludes a worker that appears to be dead, until it returns with a new epoch or a newer heartbeat.
 
-        While the registry is unreadable, that is for some seconds: then the next request tries it again.
+        While the registry is unreadable, the worker is excluded for some seconds. Then the next request tries it again.
         """
         if self._view.mark_lost(worker_id, epoch, now=self._clock()):
             log.warning("worker_lost", worker=worker_id, epoch=epoch)

@@ -1,4 +1,4 @@
-"""A TLS context for a listener that outlives its files: each new connection uses the one of that time.
+"""A TLS context for a listener that outlives its files: each new connection uses the present context.
 
 A context that is loaded again still trusts every CA that it has ever loaded, and resumes sessions of their clients.
 So a change of files needs a new context, but asyncio's servers keep the object that they were opened with.
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class ReplacedContext(ssl.SSLContext):
-    """Delegates each handshake to `current`. It has no certificate of its own, so nothing works that goes past that."""
+    """Delegates each handshake to `current`. It has no certificate: a handshake that bypasses `current` fails."""
 
     def __new__(cls, current: ssl.SSLContext) -> ReplacedContext:
         """`current`: the context to begin with."""

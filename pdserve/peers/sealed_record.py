@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pdserve.base.errors import PeerRefused
 from pdserve.base.ids import Epoch, WorkerId
-from pdserve.peers.seals import FRESH_S, Purpose, Refusal, Refusals, Seals
+from pdserve.peers.seals import FRESH_S, Purpose, Refusal, SealRefusals, Seals
 from pdserve.peers.secret import ClusterSecret
 from pdserve.peers.workers import Sighting
 
@@ -45,7 +45,7 @@ class RecordChecks:
     def __init__(self, seals: Seals, *, clock: Callable[[], float] = time.time) -> None:
         """`clock`: seconds since 1970."""
         self._secret = seals.secret
-        self._refusals: Refusals = seals.refusals
+        self._refusals: SealRefusals = seals.refusals
         self._clock = clock
         self._newest: dict[WorkerId, _Newest] = {}
         #: Incarnations that others have replaced, with the time at which copies of their records are stale.
@@ -85,7 +85,7 @@ class RecordChecks:
         return self._refusals.add(Purpose.RECORD, reason, worker=worker_id)
 
     def _forget_stale(self, now: float) -> None:
-        """Copies of what is forgotten are too old to be accepted."""
+        """Forgets heartbeats and incarnations whose copies are too old to be accepted."""
         self._replaced = {epoch: until for epoch, until in self._replaced.items() if until >= now}
         self._newest = {
             worker_id: newest for worker_id, newest in self._newest.items() if newest.seen_at + 2 * FRESH_S >= now

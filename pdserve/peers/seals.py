@@ -1,7 +1,7 @@
 """Messages between the processes of a cluster with a secret: sealed by the sender, and opened once by the receiver.
 
-A seal is a MAC over the message's bytes, its purpose, its receiver's incarnation, its time and a nonce. A copy is
-therefore worthless at any other worker, after a restart, after `FRESH_S`, and, before that, at the same worker.
+A seal is a MAC over the message's bytes, its purpose, its receiver's incarnation, its time and a nonce. Other workers
+therefore refuse a copy. The same worker refuses it because it knows the nonce, after `FRESH_S`, and after a restart.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ _TEXTS = {
 }
 
 
-class Refusals:
+class SealRefusals:
     """Counts and logs messages of strangers; a flood of them fills no log."""
 
     def __init__(self, on_refused: Callable[[Refusal], None] = lambda reason: None) -> None:
@@ -135,9 +135,9 @@ class Seals:
     ) -> None:
         """Without a secret nothing is sealed, and everything is accepted. `clock`: seconds since 1970."""
         self.secret = secret
-        self.refusals = Refusals(on_refused)
+        self.refusals = SealRefusals(on_refused)
         self._clock = clock
-        #: Nonces of messages that are fresh, with the time at which they no longer are; in about that order.
+        #: Nonces of fresh messages, with the time at which each one is stale; about in the order of these times.
         self._seen: OrderedDict[bytes, float] = OrderedDict()
 
     @property
@@ -146,9 +146,9 @@ class Seals:
         return self.secret is not None and self.secret.accepts_open
 
     def seal(self, purpose: Purpose, receiver: bytes, message: Message, *, once: bool = True) -> Message:
-        """The message to send in place of `message`, which is itself in an open cluster.
+        """The message to send in place of `message`; in an open cluster, `message` itself.
 
-        Not `once`: the receiver takes copies, at any time.
+        Without `once`, the receiver accepts copies, at any time.
         """
         if self.secret is None or not self.secret.signs:
             return message
@@ -195,7 +195,7 @@ class Seals:
             raise self.refusals.add(purpose, Refusal.STALE, age_s=round(now - sealed_at, 1))
         if sealed.nonce in self._seen:
             raise self.refusals.add(purpose, Refusal.REPLAYED)
-        # Not before the message is stale, even if its sender's clock is ahead.
+        # The nonce is kept until the message is stale, even if its sender's clock is ahead.
         self._seen[sealed.nonce] = now + 2 * FRESH_S
 
 

@@ -13,7 +13,7 @@ from pdserve.base.errors import SetupError
 
 #: The variable that holds the secret where no file does.
 SECRET_VARIABLE = "PDSERVE_CLUSTER_SECRET"
-#: In place of a secret: messages without a MAC. First: none are made; after a secret: they are accepted as well.
+#: This word in place of a secret accepts messages without a MAC. As the first word, it also means that none are made.
 OPEN = "open"
 MIN_CHARACTERS, MAX_CHARACTERS = 16, 1024
 MAX_SECRETS = 8
@@ -61,7 +61,7 @@ def read_secret(file: str | None) -> ClusterSecret | None:
 
 
 def parse_secret(text: str, *, where: str) -> ClusterSecret:
-    """The secret of a text with one or several of them, separated by white space. Raises: SetupError, without them."""
+    """The one or several secrets of a text, separated by white space. Raises: SetupError, which shows none of them."""
     words = text.split()
     keys = tuple(word.encode() for word in words if word != OPEN)
     if not keys:

@@ -22,8 +22,8 @@ class WorkerLoad:
     waiting: int = 0
     #: Prompt tokens accepted and not computed yet.
     queued_tokens: int = 0
-    #: Those of `queued_tokens` whose prompts have no first token yet, by the router that sent them. None: the worker
-    #: does not report it.
+    #: Queued tokens of prompts that have no first token yet, by the router that sent them. None: the worker does not
+    #: report them.
     queued_by_router: Mapping[RouterId, int] | None = None
     free_blocks: int = 0
     #: Measured rate of prompt tokens; None before the first prompt.
@@ -86,7 +86,7 @@ class Sighting:
 
 #: Time for which a worker that appeared to be dead is excluded while no heartbeat can be read. It doubles each time.
 SUSPICION_S, MAX_SUSPICION_S = 5.0, 60.0
-#: Time for which it is known when a tier was last ready.
+#: Time for which a router remembers that a tier was ready.
 _READY_KEPT_S = 3600.0
 
 
@@ -143,7 +143,7 @@ class WorkerView:
     def registry_lost(self, *, now: float) -> bool:
         """The registry is unreadable, or may have lost its contents. Returns whether anything visible changed.
 
-        Call it again while this lasts: no heartbeat can refute a suspicion then, so that it ends after some seconds.
+        Call it again while this lasts. No heartbeat can refute a suspicion then, so each suspicion ends after seconds.
         """
         changed = not self._degraded
         self._degraded = True

@@ -13,7 +13,7 @@ from pdserve.redis.redis_keys import DEFAULT_PREFIX, parse_prefix
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FP8_KV = "fp8_e4m3"
 KV_CACHE_DTYPES = ("auto", FP8_KV)
-#: Default number of layer groups of decode workers on a GPU: the last message is a quarter, and copies stay few.
+#: Default number of layer groups on a GPU. The last message has a quarter of the layers, and copies stay few.
 GPU_LAYER_GROUPS = 4
 HANDOVER_MEMORIES = ("host", "device")
 TRANSPORT_GUARDS = ("auto", "require", "off")

@@ -1,6 +1,6 @@
 """Keys in requests: HTTP and gRPC find out who calls, before anything is read or done.
 
-Decided by the route that was resolved, never by the text of the path or the Host header, and denied by default: a new
+The route that was resolved decides, never the text of the path or the Host header. Access is denied by default: a new
 endpoint needs a key unless it is listed here.
 """
 

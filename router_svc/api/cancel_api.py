@@ -58,5 +58,5 @@ class CancelApi:
                 return {"id": request_id, "status": "failed"}
             case RequestState.CANCELLED:
                 return {"id": request_id, "status": "cancelled"}
-        # The same for a request of another tenant.
+        # A request of another tenant gives the same error.
         raise NotFound(f"Request {request_id} is unknown: no router that answers is running it.")

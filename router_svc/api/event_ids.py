@@ -8,8 +8,8 @@
 The name before the hyphen is the stream's. It keeps apart streams that have the same request id, one after the other.
 Numbers of events would not do: how the tokens of several choices take turns is not the same in every run.
 
-Events have ids from the moment on in which the stream can be resumed, and then all of them: an id covers all before it,
-while one that came in between without an id would come twice.
+Once the stream can be resumed, every event has an id. An id covers all events before it, so an event without one that
+came in between would come twice.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Formatter(Protocol):
 
     @property
     def content_type(self) -> str:
-        """That of the stream."""
+        """The content type of the stream."""
 
     @property
     def continuous_usage(self) -> bool:
@@ -35,7 +35,7 @@ class Formatter(Protocol):
         """What keeps the connection open while no event comes; empty: the stream has no form for it."""
 
     async def opening(self, usage: TokenUsage, /) -> bytes:
-        """The events before any token. `usage`: what is known of it with the first one."""
+        """The events before any token. `usage`: as far as it is known with the first token."""
 
     async def events(self, deltas: Sequence[ChoiceDelta], usage: TokenUsage | None) -> bytes:
         """The events of new output; empty: it gives none yet. Called in order."""

@@ -81,7 +81,7 @@ class Served:
     """What is served: requests for models, and their streams. Without `resuming`, these cannot be resumed."""
 
     models: Models
-    #: Those of all models.
+    #: The open requests of all models.
     open: OpenRequests
     resuming: Resuming | None = None
 
@@ -257,7 +257,7 @@ async def _prompt(request: pb.GenerateRequest, chosen: ModelBackend, output_toke
 
 
 def _sampling_fields(sampling: pb.ClientSampling) -> SamplingFields:
-    """The fields that the client has set, validated as those of the HTTP API. Their size was, before parsing."""
+    """The fields that the client has set, validated as those of the HTTP API. Their size was checked before parsing."""
     fields: dict[str, object] = {descriptor.name: value for descriptor, value in sampling.ListFields()}
     fields |= {
         "logit_bias": {str(token_id): bias for token_id, bias in sampling.logit_bias.items()},
@@ -282,7 +282,7 @@ def _alternatives(sampling: pb.ClientSampling, name: Literal["logprobs", "prompt
 
 
 def _shape(generation: Generation, ids: Ids, model_name: str, *, return_token_ids: bool) -> ResponseShape:
-    """What is kept of a response; its messages have no more."""
+    """What is kept of a response: all that its messages contain."""
     return ResponseShape(
         response_id=generation.request_id,
         header_id=ids.header,

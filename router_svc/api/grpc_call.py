@@ -34,7 +34,7 @@ def opened_call(
 
 @contextmanager
 def limits_shown(limit_headers: LimitHeaders, client: Client, context: Context) -> Iterator[None]:
-    """Sends a client with limits in the end what it has left."""
+    """At the end of the block, sends a client with limits what it has left of them."""
     try:
         yield
     finally:

@@ -39,7 +39,7 @@ async def send(
             return
         for delta in deltas:
             position = "" if ids is None else ids.after(delta)
-            if position is not None:  # The client has it otherwise.
+            if position is not None:  # None: the client has this delta.
                 message.choices.append(_choice(delta))
                 message.position = position
         if message.choices:

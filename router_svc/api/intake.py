@@ -29,7 +29,7 @@ MAX_BYTES = 256 * 1024**2
 #: Time a client has to send its body.
 BODY_TIMEOUT_S = 60.0
 _LARGE_SHARE = 0.75
-#: Most bodies have arrived and are parsed in less.
+#: Most bodies have arrived and are parsed in less time.
 _RETRY_AFTER_S = 5.0
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -66,7 +66,7 @@ class Intake:
         tolerates_unknown_fields: bool = False,
         trusts_templates: bool = False,
     ) -> None:
-        #: For work on bodies, of which the model is not known yet.
+        #: Threads for work on bodies whose model is not known yet.
         self.threads = threads
         self._rules = {"tolerates_unknown_fields": tolerates_unknown_fields, "trusts_templates": trusts_templates}
         self._max_bytes = max_bytes
@@ -78,7 +78,7 @@ class Intake:
 
     @classmethod
     def of(cls, config: RouterConfig, threads: TextThreads) -> Intake:
-        """The router's: what it tolerates is in its flags."""
+        """The intake of a router with these settings, which say what it tolerates."""
         return cls(
             threads,
             tolerates_unknown_fields=config.unknown_fields == "warn",

@@ -26,9 +26,9 @@ from router_svc.api.json_keywords import (
 )
 from router_svc.api.json_limits import not_enforced
 
-#: Levels of a JSON schema, and with references. llguidance's stack overflows at several times as many.
+#: Levels of a JSON schema, alone and with its references. llguidance's stack overflows at several times as many.
 MAX_DEPTH, MAX_REFERRED_DEPTH = 64, 200
-#: Visits of objects and lists to find that out.
+#: Objects and lists that are visited, at most, to find how deep a schema is.
 _MAX_VISITS = 100_000
 #: Characters of subschemas that are read again to find the one that cannot be enforced.
 _MAX_SEARCHED = 1 << 20
@@ -156,7 +156,7 @@ _ANNOTATIONS = frozenset({"title", "description", "examples", "$comment", "depre
 
 
 def _is_same(problem: str, other: str) -> bool:
-    """Whether both are one problem: that no value matches is said in other words of what contains it."""
+    """Whether both are one problem. "No value matches" has other words for a schema that contains another one."""
     return problem == other or (problem.startswith(_NO_VALUE) and other.startswith(_NO_VALUE))
 
 

@@ -1,6 +1,6 @@
 """Objects in bodies of the Messages and Ollama APIs: known fields are checked, and unknown ones ignored and reported.
 
-Their clients send fields without a question whether the server has them.
+Clients of these APIs send fields without asking whether the server has them.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from router_svc.api.console.load import TierLoad
 from router_svc.api.console.problems import Problem
 from router_svc.records.decisions import ComputedChunk, Decision, Incident
 from router_svc.records.migration import Migration
+from router_svc.records.milestones import Milestone
 from router_svc.records.pauses import Pause
-from router_svc.records.phases import TracePhase
 from router_svc.records.request_state import RequestState
 from router_svc.records.timeline import Phase, PhaseStart
 from router_svc.routing.local_prefill import LocalPrefillReason
@@ -100,7 +100,7 @@ class _Request(TypedDict):
     state: RequestState
     attempt: int
     outcome: Outcome
-    phases: dict[TracePhase, float]
+    phases: dict[Milestone, float]
     timeline: list[PhaseStart]
     prefilled_by: Literal["prefill", "decode"] | None
     local_prefill_reason: LocalPrefillReason | None

@@ -24,7 +24,7 @@ MAX_FIELDS = 256
 #: Keys of any object of a body. Validation reports every unknown key in one call, during which no other thread runs.
 MAX_KEYS = max(MAX_FIELDS, MAX_LOGIT_BIAS)
 
-#: What the names of kinds start with, so that paths are without them: pydantic adds them to the keys of the body.
+#: What the names of kinds start with. Pydantic adds these names to the path of an error, and they are left out of it.
 TAG_MARK = "<kind>"
 
 _TEMPLATE = "chat_template"

@@ -48,7 +48,7 @@ class GeneratingEndpoint(Generic[AnyBody]):
 
     #: Its path and its name in records.
     endpoint: Endpoint
-    #: With which the ids of its answers start.
+    #: Start of the ids of its answers.
     id_prefix: str
     body: type[AnyBody]
     #: Makes the generations from a body. Raises `RequestError`.
@@ -64,7 +64,7 @@ class Responder:
     """What all endpoints that generate have in common."""
 
     models: Models
-    #: Those of all models.
+    #: The open requests of all models.
     open: OpenRequests
     intake: Intake
     #: How streams can be resumed; None: they cannot.
@@ -114,7 +114,7 @@ class Responder:
         formatter_of: FormatterOf,
         detach: Detach | None = None,
     ) -> web.StreamResponse:
-        """The response. `prefix` is that of its id. `detach` answers requests that run in the background."""
+        """The response, whose id starts with `prefix`. `detach` answers requests that run in the background."""
         ids = Ids.make(prefix, request.headers.get(REQUEST_ID_HEADER))
         events, client = EventStream(request, ids), client_of(request)
         try:
@@ -143,7 +143,7 @@ class Responder:
         opened: OpenRequest,
         ids: Ids,
     ) -> web.Response | None:
-        """Runs the request. The response, unless it is streamed."""
+        """Runs the request. Returns the response, unless it is streamed."""
         log = None
         # An answer in one piece can be fetched by those who know its id before they have it.
         is_kept = (generation.stream or ids.is_chosen) and not generation.scores_prompts

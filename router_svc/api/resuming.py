@@ -39,10 +39,10 @@ class Resuming:
         return self.logs.new(_owner_of(client, api), resumable)
 
     async def found(self, client: Client, api: str, given_id: str, seen: Seen) -> tuple[StreamLog, bool]:
-        """The stream of this id, and whether it is complete. It runs on where it does until it is taken.
+        """The stream of this id, and whether it is complete. It stays on its router until it is taken.
 
         Raises:
-            NotFound: the client has no such stream, which does not say whether others have.
+            NotFound: the client has no such stream. The error does not say whether other clients have it.
             StaleError: it is of another model.
             RequestError, StoreError: the id cannot be one; Redis is away.
         """
@@ -69,7 +69,7 @@ class Resuming:
 
 
 def event_ids(log: StreamLog, seen: Seen = NOTHING) -> EventIds:
-    """The ids of the events of a stream. Raises `RequestError` when `seen` is of another one."""
+    """The ids of the events of a stream. Raises `RequestError` when `seen` is of another stream."""
     num_choices = sum(generation.sampling.n for generation in log.resumable.generations)
     return EventIds(log.nonce[:NAME_CHARACTERS], num_choices, seen, can_be_resumed=lambda: log.is_stored)
 

@@ -21,7 +21,7 @@ MAX_SEQUENCES = 512
 #: Sequences times tokens times reported log-probabilities of one request. A response that is not streamed keeps them in
 #: memory, about 400 bytes each, and an entry takes 7 us to write.
 MAX_LOGPROB_ENTRIES = 65_536
-#: As many of prompt tokens, over all choices that repeat them.
+#: Log-probabilities of prompt tokens in one request, over all choices that repeat them.
 MAX_PROMPT_LOGPROB_ENTRIES = 65_536
 
 
@@ -45,7 +45,7 @@ class EndpointFields:
     continues_text: bool = True
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    #: How long the output thinks at most; None: as long as it does.
+    #: Bound on the output's thinking; None: it has no bound.
     thinking: ThinkingBudget | None = None
     priority: int = 0
     cache_salt: str = ""
@@ -135,9 +135,10 @@ def require_bounded(params: Sequence[SamplingParams]) -> None:
 
 
 def require_few_scores(prompt_tokens: int, params: SamplingParams, alternatives: int | None) -> None:
-    """Raises `TooLarge` for too many log-probabilities of prompts, of which each choice has them. None: there are none.
+    """Raises `TooLarge` for too many log-probabilities of prompts, which each choice repeats.
 
-    `prompt_tokens`: of all prompts. Call it before anything is computed.
+    `prompt_tokens`: of all prompts. `alternatives` None: there are no log-probabilities. Call it before anything is
+    computed.
     """
     if alternatives is None:
         return
@@ -153,7 +154,7 @@ def require_few_scores(prompt_tokens: int, params: SamplingParams, alternatives:
 def _limit(fields: SamplingFields, own_fields: EndpointFields, defaults: SamplingDefaults) -> int | None:
     """Upper limit of max_tokens.
 
-    Of the rest of the context, a client that omits max_tokens gets as much as the bound on log-probabilities allows.
+    A client that omits max_tokens gets as much of the rest of the context as the bound on log-probabilities allows.
     """
     limits = [defaults.max_new_tokens]
     if own_fields.logprobs is not None and own_fields.max_tokens is None:

@@ -34,13 +34,13 @@ class SamplingDefaults(BaseModel):
     repetition_penalty: Annotated[float, Ge(MIN_REPETITION_PENALTY), Le(MAX_REPETITION_PENALTY)] | None = None
     #: Also the upper limit for requests, as in vLLM.
     max_new_tokens: Annotated[int, Ge(1), Le(_MAX_INTEGER)] | None = None
-    #: Those of requests without `min_tokens` and `stop`.
+    #: For requests without `min_tokens` and `stop`.
     min_new_tokens: Annotated[int, Ge(0), Le(_MAX_INTEGER)] | None = None
     stop_strings: Annotated[tuple[_Stop, ...], MaxLen(_MAX_STOPS), BeforeValidator(_one_or_more)] | None = None
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> SamplingDefaults:
-        """Those of config.json when the model has no generation_config.json. Raises `SetupError`."""
+        """The defaults of generation_config.json, or of config.json where the model has none. Raises `SetupError`."""
         config = generation_fields(model_dir)
         try:
             return cls.model_validate({name: config.raw(name) for name in cls.model_fields})

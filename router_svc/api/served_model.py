@@ -27,11 +27,11 @@ from router_svc.messages.model_messages import ModelMessages, messages_of
 
 log = get_logger(__name__)
 
-#: Behind the last message, where an answer is to go on with it.
+#: Text that is put behind the last message where the answer is to go on with that message.
 _MARK = "end-of-the-last-message "
 #: Texts up to this size are tokenized without an estimate of their token count.
 _ALWAYS_TOKENIZED_CHARACTERS = 100_000
-#: Tokens by which a text may exceed the context before it is refused by a count in pieces, which is not exact.
+#: Factor by which a count in pieces, which is not exact, has to exceed the context before it refuses a text.
 _COUNT_MARGIN = 1.25
 
 
@@ -52,9 +52,9 @@ class ServedModel:
     messages: ModelMessages = field(default_factory=ModelMessages)
     pooling: ModelPooling = field(default_factory=ModelPooling)
     threads: TextThreads = field(default_factory=TextThreads)
-    #: Those of chats with tools.
+    #: Grammars of chats with tools.
     grammars: LastUsed[str] = field(default_factory=lambda: LastUsed(64))
-    #: Those that came with requests.
+    #: Templates that came with requests.
     templates: LastUsed[ChatTemplate] = field(default_factory=lambda: LastUsed(8))
     #: Whether the template is the model's, and so renders short conversations fast.
     has_own_template: bool = True
@@ -172,7 +172,7 @@ class ServedModel:
         counting = MESSAGE_COST * len(messages)
         size = await self.threads.run(counting, lambda: chat_size(messages, template_kwargs) + characters_of(tools))
         if size > INLINE_CHARACTERS or not self.has_own_template:
-            # Others leave one of the threads free.
+            # Other templates count as long work, which leaves one of the threads free.
             size = size if self.has_own_template else max(size, LONG_CHARACTERS + 1)
             return await self.threads.run(size, lambda: encode(render()))
         # A template may print much for little, so the size of its output decides again.
@@ -187,7 +187,7 @@ class ServedModel:
         return await self.threads.run(INLINE_CHARACTERS + 1, lambda: grammar_of(fields))
 
     def _literal(self, value: Any, param: str) -> Any:
-        """The value, in which every text of the client's stays text."""
+        """The value, in which no text of the client is read as a special token."""
         match value:
             case str():
                 return self.tokenizer.literal(value, param=param)
@@ -231,7 +231,7 @@ class ServedModel:
         return [text + unfinished.decode(errors="replace") for text, unfinished in await self.decode_open(prompts)]
 
     async def decode_open(self, prompts: Sequence[Sequence[int]]) -> list[tuple[str, bytes]]:
-        """As `decode`, but with the bytes of an incomplete character at the end of each text apart."""
+        """As `decode`, but the bytes of an incomplete character at the end of each text are separate."""
 
         def decode(token_ids: Sequence[int]) -> tuple[str, bytes]:
             detokenizer = StreamDetokenizer(self.tokenizer, skip_special_tokens=False)

@@ -49,7 +49,7 @@ def structure_of(body: bytes) -> Structure:
         end = min(start + _PIECE_BYTES, len(body))
         piece = body[start:end]
         if piece.endswith(b"\\") and end < len(body):
-            # Not between an escape and its character.
+            # A piece does not end between an escape and its character.
             end -= len(piece) - len(piece.rstrip(b"\\"))
             if end == start:
                 end = start + _PIECE_BYTES

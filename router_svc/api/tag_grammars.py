@@ -101,7 +101,7 @@ class _Builder:
         return self._bounded(content, path)
 
     def _bounded(self, content: Format, path: str) -> str:
-        """The expression of a format of which it is known where it ends."""
+        """The expression of a format whose end is known."""
         if (regular := _regular(content)) is not None:
             return self._terminal(regular)
         match content:

@@ -41,7 +41,7 @@ async def thinking_budget(
         return None
     opening, closing = form.thinking
     closings = form.thinking_closings or (closing,)
-    # By the threads, since the tokenizer may be another process.
+    # The threads do this, since the tokenizer may be another process.
     token_ids = await model.threads.run(len(closings[0]), lambda: model.tokenizer.encode(closings[0], False))
     return ThinkingBudget(
         max_tokens=max_tokens,
@@ -55,7 +55,7 @@ async def thinking_budget(
 async def budget_of_prompt(
     model: ServedModel, max_tokens: int | None, prompt: Sequence[int], *, has_grammar: bool
 ) -> ThinkingBudget | None:
-    """As `thinking_budget`, of an output that is not read as a message. Raises `RequestError`."""
+    """As `thinking_budget`, for an output that is not read as a message. Raises `RequestError`."""
     if max_tokens is None or max_tokens == UNBOUNDED:
         return None
     if has_grammar:

@@ -32,7 +32,7 @@ class Unpacker:
         self._unpacker: zlib._Decompress | None = None
 
     def take(self, data: bytes) -> Iterator[bytes]:
-        """What these bytes unpack to, in pieces of which each is made when it is asked for. Raises `RequestError`."""
+        """What these bytes unpack to, in pieces. Each is made when it is asked for. Raises `RequestError`."""
         if self._is_plain:
             yield data
             return

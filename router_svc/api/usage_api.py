@@ -30,7 +30,7 @@ CSV = "text/csv"
 DEFAULT_DAYS = 30
 PARAMETERS = ("from", "to", "format")
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
-#: Requests of a tenant that are answered or wait at a time. All read one after the other, so none can wait for long.
+#: Open requests of one tenant. The requests of all tenants read one after the other, so none of them waits for long.
 _MAX_OPEN = 2
 _RETRY_S = 1.0
 
@@ -89,7 +89,7 @@ class UsageApi:
 
     @contextmanager
     def _counted(self, tenant: str) -> Iterator[None]:
-        """Raises `Overloaded`. Counted by tenant: one of them cannot keep the others out."""
+        """Counts an open request of a tenant. Raises `Overloaded` for too many, so that no tenant keeps others out."""
         if self._open[tenant] >= _MAX_OPEN:
             raise Overloaded(
                 f"{self._open[tenant]} requests for usage of the tenant {tenant} are open, which is the limit. "

@@ -71,7 +71,7 @@ class Access:
             log.info("api_keys_reloaded", keys=len(self._table))
 
     def tenants(self) -> Sequence[str]:
-        """Those who may send requests, in the order of their keys."""
+        """The tenants that may send requests, in the order of their keys."""
         return self._table.tenants
 
     def client(self, credentials: Sequence[str], address: str) -> Client:
@@ -106,7 +106,7 @@ class Access:
 
 
 def credentials_of(authorization: Sequence[str], x_api_key: Sequence[str]) -> list[str]:
-    """The keys in the values of the two headers. Another scheme than Bearer is no key, and is refused as one."""
+    """The keys in the values of the two headers. A value of another scheme than Bearer is taken for an unknown key."""
     bearers = [
         rest.strip() if scheme.lower() == "bearer" else value
         for value in authorization

@@ -32,7 +32,7 @@ class Thinking(Enum):
 
     NONE = "none"
     OPTIONAL = "optional"
-    #: The prompt has opened it.
+    #: The prompt has opened the thinking.
     OPENED = "opened"
 
 
@@ -157,13 +157,13 @@ class _Builder:
         self.grammars += [{**grammars[0], "name": name}, *grammars[1:]]
 
     def _until(self, rule: str, literal: str) -> None:
-        """A rule of any text up to this, and this."""
+        """A rule of any text up to `literal`, and `literal` itself."""
         before, rest = self._split(literal)
         text = f"{rule}_text[lazy]: TEXT {quoted(before)}" if before else f"{rule}_text: TEXT"
         self.lines += [text, f"{rule}: {rule}_text {rest}"]
 
     def _exactly(self, rule: str, literal: str) -> None:
-        """A rule of this, which is never taken for free text."""
+        """A rule of `literal`, which is never taken for free text."""
         before, rest = self._split(literal)
         if before:
             self.lines.append(f"{rule}_text[lazy]: {quoted(before)}")

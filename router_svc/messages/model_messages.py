@@ -26,11 +26,11 @@ class ModelMessages:
     """How the model writes messages. `form` None: as plain text."""
 
     form: MessageFormat | None = None
-    #: Whether it thinks before it answers.
+    #: Whether the model thinks before it answers.
     thinks: bool = False
     #: Whether the template shows tools. If not, they are described in the system message.
     has_tools_in_template: bool = False
-    #: Whether it refuses messages with several calls.
+    #: Whether the template refuses messages with several calls.
     has_single_calls: bool = False
 
     @property
@@ -95,7 +95,7 @@ def _has_sign(template: str, sign: str, form: str) -> bool:
 
 def _thinks(form: MessageFormat, template: str) -> bool:
     if form.thinking is None:
-        return form.template.has_thinking and form.calls is None  # Only described.
+        return form.template.has_thinking and form.calls is None  # The form is only described.
     return any(delimiter in template for delimiter in form.thinking)
 
 

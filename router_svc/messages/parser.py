@@ -88,7 +88,7 @@ class MessageParser:
         return events
 
     def _advance(self, *, is_end: bool) -> bool:
-        """Handles the text up to the next delimiter. Whether there was one."""
+        """Handles the text up to the next delimiter. Returns whether there was one."""
         if self._reader is not None and not self._reader.is_complete:
             return self._read_call(is_end)
         region, found, end = self._next_delimiter(is_end)
@@ -112,7 +112,7 @@ class MessageParser:
         return self._idle < _MAX_IDLE
 
     def _read_call(self, is_end: bool) -> bool:
-        """Gives the reader of calls the text. Whether they are complete with it."""
+        """Gives the reader of calls the text. Returns whether the calls are complete with it."""
         assert self._reader is not None
         assert self._region is not None
         before = self._position

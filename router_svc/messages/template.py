@@ -17,7 +17,7 @@ import regex
 from pdserve.base.errors import SetupError
 
 CONTENT, THINKING, CALLS = "content", "thinking", "tool_calls"
-#: What belongs to nothing.
+#: The name of text that belongs to no field.
 SKIPPED = "skipped"
 #: Other names of the same fields.
 _NAMES = {"reasoning": THINKING, "reasoning_content": THINKING}
@@ -58,7 +58,7 @@ class Parameters:
 class Region:
     """A field of the message."""
 
-    #: One of those above.
+    #: `CONTENT`, `THINKING`, `CALLS` or `SKIPPED`.
     name: str
     #: None: what is outside of all other regions.
     opens: Delimiter | None
@@ -157,7 +157,7 @@ def _keys_of(placeholder: str) -> frozenset[str] | None:
     path = placeholder.strip("{}")
     if path == "content":
         return None
-    # Models mistake one for the other.
+    # Models mistake "arguments" for "parameters", and the other way round.
     return frozenset({path.removeprefix("content."), "arguments", "parameters"})
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pdserve.base.ids import Epoch, WorkerId
 from router_svc.records.event_log import EventLog
-from router_svc.records.events import FellBack, NumericsChanged, PrefillProgressed, Retried, WorkerChosen, WorkerLost
+from router_svc.records.events import FellBack, PrefillProgressed, Retried, WorkerChosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,30 +41,13 @@ class ComputedChunk:
 
 
 def decisions_of(log: EventLog) -> list[Decision]:
-    """The workers that were chosen, in order. The reasons say what the loss of workers meant for the choice."""
-    found, remark, numerics = [], "", ""
-    for logged in log:
-        match logged.event:
-            case WorkerLost():
-                remark = logged.event.remark
-            case NumericsChanged(before=before, after=after):
-                numerics = f"numerics change from {before} to {after}"
-            case WorkerChosen() as chosen:
-                why = [chosen.why, "" if chosen.is_move else remark]
-                if chosen.plan is not None:
-                    why.append(numerics)
-                    numerics = ""
-                found.append(
-                    Decision(
-                        at=logged.at,
-                        attempt=logged.attempt,
-                        tier=chosen.tier,
-                        worker=chosen.worker,
-                        epoch=chosen.epoch,
-                        why="; ".join(filter(None, why)),
-                    )
-                )
-    return found
+    """The workers that were chosen, in order."""
+    return [
+        Decision(
+            at=logged.at, attempt=logged.attempt, tier=event.tier, worker=event.worker, epoch=event.epoch, why=event.why
+        )
+        for logged, event in log.of(WorkerChosen)
+    ]
 
 
 def retries_of(log: EventLog) -> list[Incident]:

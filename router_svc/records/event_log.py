@@ -30,7 +30,11 @@ class LoggedEvent:
 
 
 class EventLog:
-    """The first and the last events of each kind, half of `Event.max_kept` each, and how many there were in all."""
+    """The first and the last events of each kind, half of `Event.max_kept` each, and how many there were in all.
+
+    Each kind loses its middle by itself. So a reader relates events of several kinds by numbers that they carry, or is
+    only as exact as the events that are left.
+    """
 
     def __init__(self) -> None:
         self._kept: list[LoggedEvent] = []

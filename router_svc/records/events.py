@@ -1,6 +1,8 @@
 """What happens to a prompt's request, one class for each kind of event. When it happened is noted in the `EventLog`.
 
-Everything that a decision record, a trace, a metric or the console says about a request is read from these events.
+A new kind of event is a class here, appended to the `Journal` where it happens. `transitions` has what it does to the
+request's state. The module of its subject has what the decision record says of it: `milestones`, `timeline`,
+`decisions`, `prefill`, `migration` or `pauses`. `Journal` has its metric and its log line.
 """
 
 from __future__ import annotations
@@ -47,8 +49,6 @@ class WorkerChosen(Event):
     plan: PrefillPlan | None = None
     #: Whether a prefill worker scores the prompt, before anything else.
     scores: bool = False
-    #: Whether the request is to move there.
-    is_move: bool = False
 
     @classmethod
     def of(
@@ -58,9 +58,10 @@ class WorkerChosen(Event):
         plan: PrefillPlan | None = None,
         scores: bool = False,
         move: MoveStarted | None = None,
+        remark: str = "",
     ) -> WorkerChosen:
-        """The choice of a placement; with `move`, as its target."""
-        reasons = ("" if move is None else move.why, placement.why, "" if plan is None else plan.why)
+        """The choice of a placement; with `move`, as its target. `remark`: what else has had a part in it."""
+        reasons = ("" if move is None else move.why, placement.why, "" if plan is None else plan.why, remark)
         worker = placement.worker
         return cls(
             worker=worker.worker_id,
@@ -69,7 +70,6 @@ class WorkerChosen(Event):
             why="; ".join(filter(None, reasons)),
             plan=plan,
             scores=scores,
-            is_move=move is not None,
         )
 
 
@@ -88,8 +88,8 @@ class Retried(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptStarted(Event):
-    """The decode worker gets the prompt itself to compute, in an attempt of its own."""
+class LocalPrefillOrdered(Event):
+    """The decode worker is to compute the prompt itself, in an attempt of its own. `FellBack` says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,13 +108,18 @@ class NumericsChanged(Event):
     after: str
     worker: WorkerId
 
+    @property
+    def remark(self) -> str:
+        """Its part in the choice of the worker."""
+        return f"numerics change from {self.before} to {self.after}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost(Event):
     """A worker was lost under the request."""
 
     worker: WorkerId
-    #: What it means for later decisions, in whose reasons it stands; empty: nothing.
+    #: What follows for the choice of workers; empty: nothing.
     remark: str
 
 
@@ -126,7 +131,7 @@ class MigrationOutcome(StrEnum):
 
     #: The other worker has taken over.
     MOVED = "moved"
-    #: The same, because the worker that the request was to leave was lost.
+    #: The other worker has taken over because the one that the request was to leave was lost.
     SOURCE_LOST = "source_lost"
     #: The request has stayed.
     FAILED = "failed"
@@ -143,6 +148,8 @@ class MigrationOutcome(StrEnum):
 class MoveStarted(Event):
     """The request is to go on at `target`, and leave `source`."""
 
+    #: The number of the move in the record, from 1.
+    number: int
     #: Why the source asked to be left: drain, full or rebalance.
     reason: str
     source: WorkerId
@@ -166,6 +173,7 @@ class TookOver(Event):
 class MoveEnded(Event):
     """The latest move has ended."""
 
+    number: int
     outcome: MigrationOutcome
     sent_blocks: int = 0
     error: str | None = None
@@ -175,6 +183,7 @@ class MoveEnded(Event):
 class MovePaused(Event):
     """The worker that has taken over has sent its first tokens, so long after the last tokens before."""
 
+    number: int
     seconds: float
 
 

@@ -22,7 +22,7 @@ from router_svc.records.events import (
     WorkerLost,
 )
 from router_svc.records.metrics import RouterMetrics
-from router_svc.records.migration import awaits_first_tokens, open_move
+from router_svc.records.migration import open_move, taken_over
 from router_svc.records.pauses import STALL_S, LastTokens, pause_behind
 from router_svc.records.prefill import implied_fallback
 from router_svc.records.record import Record
@@ -34,7 +34,7 @@ log = get_logger(__name__)
 
 
 class Journal:
-    """The only writer of a request's record. Events go through `append`, and tokens through `produced`."""
+    """The only writer of a request's record: of events (`append`), and of the numbers of tokens."""
 
     def __init__(
         self, record: Record, metrics: RouterMetrics, store: RequestStore, trace: RequestTrace | None = None
@@ -45,15 +45,9 @@ class Journal:
         self._metrics = metrics
         self._store = store
 
-    def append(self, event: Event) -> None:
-        """Takes note of an event that happens now."""
-        self._append(event, self.record.elapsed_s())
-
-    def chose(self, chosen: WorkerChosen) -> TraceContext | None:
-        """A worker is about to be called. Returns the trace context for the call."""
-        call = self._trace.start_call()
-        self._append(chosen, self.record.elapsed_s(), call)
-        return call
+    def append(self, event: Event) -> TraceContext | None:
+        """Takes note of an event that happens now. Returns the trace context for the call if a worker is chosen."""
+        return self._append(event, self.record.elapsed_s())
 
     def produced(self, completion_tokens: int) -> None:
         """New tokens are about to be sent to the client, `completion_tokens` in total."""
@@ -72,34 +66,36 @@ class Journal:
         """Tokens come after events, or after a long time."""
         if (pause := pause_behind(last, self.record.log, now)) is not None:
             self._append(pause, now)
-        if awaits_first_tokens(self.record.log):
-            self._append(MovePaused(seconds=now - last.at), now)
+        if (number := taken_over(self.record.log)) is not None:
+            self._append(MovePaused(number=number, seconds=now - last.at), now)
 
     def resumed(self, completion_tokens: int, cached_tokens: int) -> None:
-        """Another router had these tokens, and the request goes on behind them."""
+        """Another router had these tokens, and the request goes on behind them. Called for each step of that router."""
         self.record.resumed_tokens = self.record.completion_tokens = completion_tokens
         self.record.resumed_cached_tokens = cached_tokens
 
-    def _append(self, event: Event, at: float, call: TraceContext | None = None) -> None:
+    def _append(self, event: Event, at: float) -> TraceContext | None:
         record = self.record
-        for implied in self._implied(event):
+        if (implied := self._implied(event)) is not None:
             self._append(implied, at)
-        history, move = record.progress.history, open_move(record.log) if isinstance(event, MoveEnded) else None
+        progress, move = record.progress, open_move(record.log)
+        call = self._trace.start_call() if isinstance(event, WorkerChosen) else None
         record.append(event, at=at, call=call)
         self._report(event, move)
-        if record.progress.history is not history and not isinstance(event, Ended):
+        if record.progress is not progress and not isinstance(event, Ended):
             self._store.put(record.progress)
+        return call
 
-    def _implied(self, event: Event) -> list[Event]:
-        """What happens with an event, and is an event of its own."""
+    def _implied(self, event: Event) -> Event | None:
+        """The event that an event implies, which is appended before it; None: there is none."""
         record = self.record
-        if isinstance(event, Ended):
-            return [MoveEnded(outcome=MigrationOutcome.ENDED)] if open_move(record.log) is not None else []
-        fallback = implied_fallback(record.log, event, record.prompt_tokens)
-        return [] if fallback is None else [fallback]
+        if not isinstance(event, Ended):
+            return implied_fallback(record.log, event, record.prompt_tokens)
+        move = open_move(record.log)
+        return None if move is None else MoveEnded(number=move.number, outcome=MigrationOutcome.ENDED)
 
     def _report(self, event: Event, move: MoveStarted | None) -> None:
-        """Passes an event on to metrics and log. `move`: the one that has ended with it."""
+        """Passes an event on to metrics and log. `move`: the one that was open before it."""
         metrics = self._metrics
         match event:
             case Retried(reason=reason):

@@ -33,8 +33,8 @@ from router_svc.records.exemplars import exemplar_labels
 from router_svc.records.families import Families, TenantReader
 from router_svc.records.loop_lag import LoopLag
 from router_svc.records.migration_metrics import MigrationMetrics
+from router_svc.records.milestones import Milestone
 from router_svc.records.pause_metrics import PauseMetrics
-from router_svc.records.phases import TracePhase
 from router_svc.records.record import Record
 from router_svc.records.request_state import RequestState
 from router_svc.records.timeline import Phase
@@ -45,7 +45,7 @@ from router_svc.routing.local_prefill import LocalPrefillReason
 DEGRADABLE = ("redis", "state", "model", "prefill", "layout", "transport")
 TIERS = ("prefill", "decode")
 
-REJECTIONS = ("queue_full", "no_decode_worker", "draining", "queue_timeout", "displaced", "rate_limited")
+REJECTIONS = ("queue_full", "no_decode_worker", "draining", "queue_timeout", "displaced", "rate_limited", "quarantined")
 OUTCOMES = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
 ENDS = ("disconnected", *(reason_of_class(error) for error in (DeadlineExceeded, Cancelled)))
 FINISH_REASONS = tuple(reason.value for reason in FinishReason)
@@ -141,7 +141,7 @@ class RouterMetrics:
             "reason",
             "prefill_fallbacks",
             "Prompts prefilled by a decode worker because no prefill worker could",
-            ("no_prefill_worker", "not_receivable", *_FAILURES),
+            ("no_prefill_worker", "layout_mismatch", "not_receivable", "quarantine", *_FAILURES),
         )
         self._prefills = families.counter_by("tier", "prefills", "Prompts by the tier that prefilled them", TIERS)
         self._local_prefills = families.counter_by(
@@ -201,7 +201,7 @@ class RouterMetrics:
 
     def wrote_first_token(self, record: Record) -> None:
         """The first token of a client request was written; `record` is its first prompt's."""
-        seconds = record.phases[TracePhase.FIRST_WRITE]
+        seconds = record.milestones[Milestone.FIRST_WRITE]
         self._time_to_first_token.observe(seconds, exemplar_labels(record.request_id))
 
     def set_workers(self, tier: str, ready: int) -> None:
@@ -225,7 +225,7 @@ class RouterMetrics:
             self._local_prefills.inc(prefill.local_reason)
         self._generation_tokens.inc(record.completion_tokens - (record.resumed_tokens or 0))
         is_scored_alone = prefill.tier is not None and not record.max_tokens
-        if (is_scored_alone or TracePhase.FIRST_TOKEN in record.phases) and not record.resumed_tokens:
+        if (is_scored_alone or Milestone.FIRST_TOKEN in record.milestones) and not record.resumed_tokens:
             self._prompt_tokens.inc(record.prompt_tokens)
             self._prompt_tokens_cached.inc(record.cached_tokens)
         # Times of a request that another router has had since before are not its times.
@@ -286,15 +286,15 @@ class _Distributions:
             self._observe_finished(record, exemplar)
 
     def _observe_finished(self, record: Record, exemplar: dict[str, str]) -> None:
-        phases = record.phases
-        self._e2e.observe(phases[TracePhase.FINISH], exemplar)
-        self._queue_time.observe(phases[TracePhase.ADMITTED], exemplar)
+        reached = record.milestones
+        self._e2e.observe(reached[Milestone.FINISH], exemplar)
+        self._queue_time.observe(reached[Milestone.ADMITTED], exemplar)
         self._prompt_tokens.observe(record.prompt_tokens)
         self._generation_tokens.observe(record.completion_tokens)
         mean_length = record.completion_tokens / record.n
         if mean_length > 1:
-            decode_s = phases[TracePhase.FINISH] - phases[TracePhase.FIRST_TOKEN]
+            decode_s = reached[Milestone.FINISH] - reached[Milestone.FIRST_TOKEN]
             self._time_per_output_token.observe(decode_s / (mean_length - 1), exemplar)
-        if record.prefill.tier == "prefill" and TracePhase.FIRST_DECODE in phases:
-            gap_s = max(phases[TracePhase.FIRST_DECODE] - phases[TracePhase.FIRST_TOKEN], 0.0)
+        if record.prefill.tier == "prefill" and Milestone.FIRST_DECODE in reached:
+            gap_s = max(reached[Milestone.FIRST_DECODE] - reached[Milestone.FIRST_TOKEN], 0.0)
             self._handover_gap.observe(gap_s, exemplar)

@@ -23,33 +23,31 @@ class Migration:
     ended_at: float | None = None
     outcome: MigrationOutcome | None = None
     sent_blocks: int = 0
-    #: Time between the last tokens before the other worker took over and the next ones; None before these.
+    #: Time between the last tokens before the other worker took over and its first ones; None until those come.
     pause_s: float | None = None
     error: str | None = None
 
 
 def migrations_of(log: EventLog) -> list[Migration]:
     """The moves in order."""
-    found: list[Migration] = []
+    found: dict[int, Migration] = {}
     for logged in log if log.num(MoveStarted) else ():
         match logged.event:
             case MoveStarted() as move:
-                found.append(
-                    Migration(
-                        at=logged.at,
-                        reason=move.reason,
-                        source=move.source,
-                        target=move.target,
-                        is_copied=move.is_copied,
-                    )
+                found[move.number] = Migration(
+                    at=logged.at,
+                    reason=move.reason,
+                    source=move.source,
+                    target=move.target,
+                    is_copied=move.is_copied,
                 )
-            case MoveEnded() as end if found:
-                found[-1] = replace(
-                    found[-1], ended_at=logged.at, outcome=end.outcome, sent_blocks=end.sent_blocks, error=end.error
+            case MoveEnded(number=number) as end if number in found:
+                found[number] = replace(
+                    found[number], ended_at=logged.at, outcome=end.outcome, sent_blocks=end.sent_blocks, error=end.error
                 )
-            case MovePaused(seconds=seconds) if found:
-                found[-1] = replace(found[-1], pause_s=seconds)
-    return found
+            case MovePaused(number=number, seconds=seconds) if number in found:
+                found[number] = replace(found[number], pause_s=seconds)
+    return [*found.values()]
 
 
 def open_move(log: EventLog) -> MoveStarted | None:
@@ -68,9 +66,11 @@ def is_moving(log: EventLog) -> bool:
     return bool(_since_move(log))
 
 
-def awaits_first_tokens(log: EventLog) -> bool:
-    """Whether the target of a move has taken over, or is about to, and has not sent tokens yet."""
-    return any(isinstance(event, TookOver) for event in _since_move(log))
+def taken_over(log: EventLog) -> int | None:
+    """The number of the latest move, if its target takes over and has not sent tokens yet; else None."""
+    events = _since_move(log)
+    starts = (event.number for event in events if isinstance(event, MoveStarted))
+    return next(starts) if any(isinstance(event, TookOver) for event in events) else None
 
 
 def _since_move(log: EventLog) -> list[Event]:

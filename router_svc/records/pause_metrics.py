@@ -10,7 +10,7 @@ from router_svc.records.pauses import STALL_S
 
 
 class PauseMetrics:
-    """Counts pauses by what they were behind."""
+    """Counts pauses, by the error behind which the output went on, and by why it stalled."""
 
     def __init__(self, families: Families, errors: Iterable[str], buckets: tuple[float, ...]) -> None:
         """`errors`: all reasons of recoveries. `buckets`: upper bounds in seconds."""

@@ -9,7 +9,7 @@ from router_svc.records.event_log import EventLog
 from router_svc.records.events import Retried, StallReason, WentOn
 from router_svc.records.migration import is_moving
 
-#: Time between two messages with tokens from which on the output has stalled.
+#: The output has stalled if two messages with tokens are at least this far apart.
 STALL_S = 1.0
 
 

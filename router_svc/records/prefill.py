@@ -26,7 +26,7 @@ class PromptPrefill:
 
     #: The tier: prefill or decode; None: there are no tokens yet.
     tier: str | None = None
-    #: Why a decode worker did; None: it did not.
+    #: Why a decode worker computed the prompt; None: no decode worker did.
     local_reason: LocalPrefillReason | None = None
 
 
@@ -66,7 +66,7 @@ def cached_tokens_of(log: EventLog) -> int | None:
 
 
 def implied_fallback(log: EventLog, event: Event, prompt_tokens: int) -> FellBack | None:
-    """The fallback that an event behind those in `log` shows or plans; None: it does not."""
+    """The fallback that an event after those in `log` shows or plans; None: there is none."""
     match event:
         case WorkerChosen(plan=plan) if plan is not None and plan.fallback:
             return FellBack(reason=plan.fallback, worker=event.worker)

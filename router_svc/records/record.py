@@ -1,7 +1,8 @@
 """A request's decision record: what is known of it from the start, and the log of what has happened since.
 
-What the record says of the events are pure functions of the log, each in a module of its subject: `phases`, `timeline`,
-`decisions`, `prefill`, `migration`, `pauses`. `record_json` puts them together.
+A record has what is known from the start, the sums of all events (`progress`, the tokens), and the log. All else is a
+pure function of the log, in the module of its subject: `milestones`, `timeline`, `decisions`, `prefill`, `migration`,
+`pauses`. What several readers use is a property here; `record_json` has the whole record.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from router_svc.records.decisions import Decision, Incident, decisions_of, fallb
 from router_svc.records.event_log import EventLog
 from router_svc.records.events import Ended, Event
 from router_svc.records.migration import Migration, migrations_of
+from router_svc.records.milestones import Milestone, milestones_of
 from router_svc.records.pauses import LastTokens
-from router_svc.records.phases import TracePhase, phases_of
 from router_svc.records.prefill import PromptPrefill, cached_tokens_of, prefill_of
 from router_svc.records.request_state import RequestProgress, RequestState
 from router_svc.records.timeline import Phase, Timeline, timeline_of
@@ -101,9 +102,9 @@ class Record:
         return self.log.last(Ended)
 
     @property
-    def phases(self) -> Mapping[TracePhase, float]:
-        """When each phase was reached."""
-        return self.log.view(phases_of)
+    def milestones(self) -> Mapping[Milestone, float]:
+        """When each milestone was reached."""
+        return self.log.view(milestones_of)
 
     @property
     def timeline(self) -> Timeline:
@@ -112,7 +113,7 @@ class Record:
 
     def seconds_in(self) -> dict[Phase, float]:
         """Time spent in every phase, until the end or until now."""
-        end = self.phases.get(TracePhase.FINISH)
+        end = self.milestones.get(Milestone.FINISH)
         return self.timeline.seconds(self.elapsed_s() if end is None else end)
 
     @property

@@ -106,7 +106,7 @@ def log_fields_of(record: Record) -> dict[str, object]:
         "workers": ",".join(_workers(record)) or None,
         "attempts": record.attempt,
     }
-    fields |= {f"{phase}_s": at for phase, at in record.phases.items()}
+    fields |= {f"{phase}_s": at for phase, at in record.milestones.items()}
     fields |= {
         "retries": ",".join(incident.reason for incident in record.retries) or None,
         "fallbacks": ",".join(incident.reason for incident in record.fallbacks) or None,
@@ -133,7 +133,7 @@ def _common(record: Record) -> dict[str, Json]:
             "completion_tokens": record.completion_tokens,
             "cached_tokens": record.cached_tokens,
         },
-        "phases": {phase.value: round(at, 6) for phase, at in record.phases.items()},
+        "phases": {milestone.value: round(at, 6) for milestone, at in record.milestones.items()},
         "timeline": [{"phase": start.phase.value, "at": round(start.at, 6)} for start in record.timeline.starts],
         "prefilled_by": prefill.tier,
         "local_prefill_reason": prefill.local_reason,

@@ -38,7 +38,7 @@ class RedisMemory:
             await asyncio.sleep(self._interval_s)
 
     async def measure(self) -> None:
-        """Asks once. An old value would hide that nothing is known."""
+        """Asks once. Without an answer the numbers become None: old ones would hide that nothing is known."""
         try:
             info = parse_info(as_bytes(await self._store.call("INFO", "memory")))
             used, limit = int(info.get("used_memory", "0")), int(info.get("maxmemory", "0"))

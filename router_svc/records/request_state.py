@@ -42,7 +42,7 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     # Straight to PREFILLING when one token is requested: no decode worker is needed. Straight to FINISHED when the
     # router that the request was resumed from had all of its output, or no token is requested.
     _S.QUEUED: _ABANDONED | {_S.SCORING, _S.RESERVED, _S.PREFILLING, _S.FINISHED},
-    # As from QUEUED.
+    # Straight to PREFILLING or FINISHED for the same reasons as from QUEUED.
     _S.SCORING: _ABANDONED | {_S.RESERVED, _S.PREFILLING, _S.FINISHED},
     # Straight to DECODING when the decode worker prefilled locally.
     _S.RESERVED: _ABANDONED | {_S.PREFILLING, _S.DECODING},

@@ -34,7 +34,7 @@ _MAX_BYTES = 1 << 20
 
 # KEYS: request, newest requests. ARGV: TTL in ms, requests to keep, key prefix, id, time of acceptance, number of
 # accepted marks, the marks, field, value, ... Returns the stored mark if it is not an accepted one, else the empty
-# string. What is there and is no request is replaced.
+# string. A value that is no request is replaced.
 _COMPARE_AND_SET = """
 if type(redis.pcall('LLEN', KEYS[2])) == 'table' then redis.call('DEL', KEYS[2]) end
 local found = redis.pcall('HMGET', KEYS[1], 'mark', 'accepted_at')

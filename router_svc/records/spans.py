@@ -3,7 +3,7 @@
 generate                     from accept to finish; events: first token, first write, retries, fallbacks
   queue                      the admission queue
   call decode worker         one per decode worker that was tried; the worker's own spans are below it
-  call prefill worker        one per prefill worker that was tried, with its chunks as events; likewise
+  call prefill worker        one per prefill worker that was tried, its chunks as events; its own spans below it
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from pdserve.base.trace_context import TraceContext
 from pdserve.observe.tracing.spans import NO_TRACER, Attribute, Span, SpanEvent, SpanKind, Tracer
-from router_svc.records.decisions import Decision, Incident, chunks_of
-from router_svc.records.events import WorkerChosen
-from router_svc.records.phases import TracePhase
+from router_svc.records.decisions import Decision, chunks_of
+from router_svc.records.events import MigrationOutcome, WorkerChosen
+from router_svc.records.milestones import Milestone, is_commit
 from router_svc.records.record import Record
 from router_svc.records.request_state import RequestState
 
@@ -48,8 +48,8 @@ class RequestTrace:
     def _spans(self, record: Record) -> Iterator[Span]:
         assert self.context is not None
         assert self.parent is not None
-        phases, accepted_at = record.phases, record.accepted_at
-        end = phases[TracePhase.FINISH]
+        reached, accepted_at = record.milestones, record.accepted_at
+        end = reached[Milestone.FINISH]
         operation = "chat" if "chat" in record.endpoint else "text_completion"
         gen_ai = _gen_ai(record, operation, self.model_name) if self.tracer.gen_ai else {}
         yield Span(
@@ -67,21 +67,16 @@ class RequestTrace:
             context=self.context.child(),
             parent_id=self.context.span_id,
             start=accepted_at,
-            end=accepted_at + phases.get(TracePhase.ADMITTED, end),
+            end=accepted_at + reached.get(Milestone.ADMITTED, end),
         )
-        for decision, (chosen, _) in zip(record.decisions, record.log.of(WorkerChosen), strict=True):
-            assert chosen.call is not None
-            yield _call_span(record, decision, chosen.call, self.context)
+        for decision, (logged, _) in zip(record.decisions, record.log.of(WorkerChosen), strict=True):
+            assert logged.call is not None
+            yield _call_span(record, decision, logged.call, self.context)
 
 
 def _call_span(record: Record, decision: Decision, context: TraceContext, parent: TraceContext) -> Span:
-    accepted_at, failure = record.accepted_at, _failure_of(record, decision)
+    accepted_at, (end, error) = record.accepted_at, _end_of(record, decision)
     is_prefill = decision.tier == "prefill"
-    end = record.phases[TracePhase.FINISH]
-    if failure is not None:
-        end = failure.at
-    elif is_prefill:
-        end = max(decision.at, record.phases.get(TracePhase.COMMIT, end))
     chunks = [chunk for chunk in chunks_of(record.log) if is_prefill and decision.at <= chunk.at <= end]
     return Span(
         name=f"call {decision.tier} worker",
@@ -102,21 +97,35 @@ def _call_span(record: Record, decision: Decision, context: TraceContext, parent
             )
             for chunk in chunks
         ),
-        error=None if failure is None else failure.reason,
+        error=error,
     )
 
 
-def _failure_of(record: Record, decision: Decision) -> Incident | None:
-    """The retry that ended the call to this worker, if one did."""
-    retries = (each for each in record.retries if each.worker == decision.worker and each.at >= decision.at)
-    return next((each for each in retries if each.attempt == decision.attempt or decision.tier == "decode"), None)
+def _end_of(record: Record, decision: Decision) -> tuple[float, str | None]:
+    """When the call to a worker ended, in seconds since the request was accepted, and the reason if it failed."""
+    for retry in record.retries:
+        is_its_attempt = retry.attempt == decision.attempt or decision.tier == "decode"
+        if retry.worker == decision.worker and retry.at >= decision.at and is_its_attempt:
+            return retry.at, retry.reason
+    end = record.milestones[Milestone.FINISH]
+    if decision.tier == "prefill":
+        reached = (logged.at for logged in record.log if is_commit(logged.event) and logged.at >= decision.at)
+        return next(reached, end), None
+    for move in record.migrations:
+        if move.outcome is None or move.ended_at is None or move.ended_at < decision.at:
+            continue
+        if move.outcome.has_moved and move.source == decision.worker:
+            return move.ended_at, move.outcome if move.error else None
+        if move.outcome is MigrationOutcome.FAILED and move.target == decision.worker and move.at <= decision.at:
+            return move.ended_at, move.outcome
+    return end, None
 
 
 def _events(record: Record) -> Iterator[SpanEvent]:
     at = record.accepted_at
-    for phase in (TracePhase.FIRST_TOKEN, TracePhase.FIRST_WRITE, TracePhase.FIRST_DECODE):
-        if phase in record.phases:
-            yield SpanEvent(name=phase.value, at=at + record.phases[phase])
+    for milestone in (Milestone.FIRST_TOKEN, Milestone.FIRST_WRITE, Milestone.FIRST_DECODE):
+        if milestone in record.milestones:
+            yield SpanEvent(name=milestone.value, at=at + record.milestones[milestone])
     for name, incidents in (("retry", record.retries), ("fallback", record.fallbacks)):
         for incident in incidents:
             attributes = {"pdserve.reason": incident.reason, "pdserve.worker": incident.worker or ""}
@@ -159,8 +168,8 @@ def _gen_ai(record: Record, operation: str, model_name: str) -> dict[str, Attrib
         "gen_ai.usage.output_tokens": record.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
     }
-    if TracePhase.FIRST_WRITE in record.phases:
-        found["gen_ai.response.time_to_first_chunk"] = record.phases[TracePhase.FIRST_WRITE]
+    if Milestone.FIRST_WRITE in record.milestones:
+        found["gen_ai.response.time_to_first_chunk"] = record.milestones[Milestone.FIRST_WRITE]
     return found
 
 

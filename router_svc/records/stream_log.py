@@ -33,9 +33,9 @@ from router_svc.records.stream_scripts import (
 from router_svc.records.stream_seal import StreamSeal
 from router_svc.routing.home import Home
 
-#: Output beyond is not kept: the router that resumes the stream makes it again.
+#: Output beyond this size is not kept: the router that resumes the stream makes it again.
 MAX_OUTPUT_BYTES = 4 << 20
-#: Steps that wait to be written. More is an outage of Redis.
+#: Steps that wait to be written. More wait only during an outage of Redis.
 _MAX_PENDING = 4096
 #: Position of the request among the pieces, as far as the seal is concerned.
 _REQUEST_INDEX = -1
@@ -214,7 +214,7 @@ class StreamLog:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the request has."""
+        """Whether the request has ended."""
         return self._ending is not None
 
     def write(self) -> list[Argument]:
@@ -239,7 +239,7 @@ class StreamLog:
         return self._arguments(RENEW)
 
     def answered(self, reply: bytes) -> bool:
-        """Takes the answer to the last write. Whether there is more to write at once."""
+        """Takes the answer to the last write. Returns whether there is more to write at once."""
         if reply == TAKEN:
             self.is_ours = False
             self._over()
@@ -263,7 +263,7 @@ class StreamLog:
         self._ended.set()
 
     def _state(self) -> Ending:
-        """Not complete in Redis unless all of the output is."""
+        """The state in Redis. It is `complete` only if all of the output was kept."""
         return self._ending if self._is_kept and self._ending is not None else Ending.LEFT
 
     def _lost(self) -> None:

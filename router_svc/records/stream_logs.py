@@ -32,12 +32,12 @@ from router_svc.records.stream_scripts import LOOK, READ, TAKE, WRITE
 from router_svc.records.stream_seal import StreamSeal
 
 STREAM_KEY, OUTPUT_KEY = "stream:", "stream-output:"
-#: Requests beyond are not kept.
+#: Requests with more tokens are not kept.
 _MAX_REQUEST_TOKENS = 1 << 20
-#: A stream in Redis, with seals and small pieces.
+#: Bytes of a stream that is read from Redis, with seals and small pieces.
 _MAX_READ_BYTES = 4 * MAX_OUTPUT_BYTES
 _MAX_READERS = 4
-#: Tokens are collected for this long. It is what a lost router costs beyond the time without it.
+#: Tokens are collected for this long. When a router is lost, these tokens have to be made again.
 _INTERVAL_S = 0.2
 _BATCH = 64
 #: Name, tokens and period of what a request has reserved of the limits of its key.
@@ -66,7 +66,7 @@ class StreamLogs:
         self._has_due = asyncio.Event()
         self._is_urgent = asyncio.Event()
         self._events = LogEvents(due=self._is_due, take=self._take, stopped=self._stopped)
-        #: Bounds what is read at a time.
+        #: Bounds how many streams are read at a time.
         self._reading = asyncio.Semaphore(_MAX_READERS)
         #: Streams that cannot be resumed with all of their output, by reason.
         self.lost: Counter[str] = Counter()
@@ -134,7 +134,7 @@ class StreamLogs:
     async def find(self, owner: str, header_id: str, name: str) -> tuple[StreamLog, bool] | None:
         """A stream of this owner, and whether it is complete; None: there is no such stream.
 
-        It runs on where it does until `StreamLog.take`. `name`: start of its nonce, or empty. Raises `StoreError`.
+        The stream stays on its router until `StreamLog.take`. `name`: its nonce's start, or empty. Raises `StoreError`.
         """
         key = self._key(owner, header_id)
         if (read := await self._read(LOOK, key, name)) is None:

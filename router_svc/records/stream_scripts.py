@@ -2,13 +2,13 @@
 
 `stream:{owner}:{id}` is a hash: the sealed `request`, the `nonce` of the stream, the `fence` of the router that runs
 it, its `state` (running, left, complete), what was `charged`, and the `lease` of its limits.
-`stream-output:{owner}:{id}` lists sealed pieces of the output. A router that resumes a stream raises the fence; the one
-before finds out with its next write. Every write renews both keys.
+`stream-output:{owner}:{id}` lists sealed pieces of the output. A router that resumes a stream raises the fence; the
+router before it finds out with its next write. Every write renews both keys.
 """
 
 from __future__ import annotations
 
-# What a writer's call answers unless it is ''.
+# Answers to a write that was refused. The answer to any other is ''.
 #: There is no such stream: Redis has lost it, or its time is over.
 GONE = b"gone"
 #: Another stream of the same client has this id now.
@@ -16,8 +16,8 @@ REPLACED = b"replaced"
 #: Another router runs it.
 TAKEN = b"taken"
 
-#: Kinds of writes, with what they have in `WRITE` beside nonce and fence: the request, what was charged, and the lease;
-#: the index of a piece of the output, and the piece; nothing; the state, and what was charged; nothing.
+#: Kinds of writes. Beside nonce and fence, `start` has the request, what was charged, and the lease; `append` the index
+#: of a piece of the output, and the piece; `leave` the state, and what was charged; `renew` and `forget` have nothing.
 START, APPEND, RENEW, LEAVE, FORGET = "start", "append", "renew", "leave", "forget"
 #: Arguments of each write: kind, nonce, fence and up to three others.
 ARGUMENTS = 6
@@ -66,8 +66,9 @@ return answers
 LOOK, TAKE = "look", "take"
 
 # KEYS: stream, output. ARGV: what to do, start of the nonce, time to live in ms, largest size of the answer. Returns
-# nothing if there is no such stream, its size if that is larger, else nonce, fence, state, charged, lease, request and,
-# if it is taken or complete, the pieces of the output. Only `take` changes a stream, unless that is complete.
+# nothing if there is no such stream, and only its size if that is too large. Else it returns nonce, fence, state,
+# charged, lease, request and, if the stream is taken or complete, the pieces of the output. Only `take` changes the
+# state of a stream, and only if it is not complete.
 READ = """
 local found = redis.pcall('HMGET', KEYS[1], 'nonce', 'fence', 'state', 'charged', 'lease', 'request')
 if found.err then return {} end

@@ -92,7 +92,7 @@ class Timeline:
 
 
 def timeline_of(log: EventLog) -> Timeline:
-    """The phases of a request, of its events."""
+    """The phases of a request, made from its events."""
     timeline = Timeline()
     for logged in log:
         match logged.event:

@@ -14,8 +14,8 @@ from router_svc.records.record_json import Json, as_json, brief_of
 from router_svc.records.request_state import RequestProgress
 from router_svc.records.request_store import RequestStore
 
-#: Prefixes of response ids: chat completions, completions, gRPC, responses, messages.
-ID_PREFIXES = ("chatcmpl-", "cmpl-", "gen-", "resp_", "msg_", "embd-", "score-", "rerank-")
+#: Prefixes of response ids, one for each kind of endpoint.
+ID_PREFIXES = ("chatcmpl-", "cmpl-", "gen-", "resp_", "msg_", "embd-", "score-", "rerank-", "dec-")
 
 
 class Traces:

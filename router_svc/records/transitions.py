@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from router_svc.records.event_log import EventLog
 from router_svc.records.events import (
-    AttemptStarted,
     BlocksReserved,
     DecodeStarted,
     Ended,
     Event,
+    LocalPrefillOrdered,
     MoveEnded,
     MoveStarted,
     Retried,
@@ -49,7 +49,7 @@ def _states_after(state: RequestState, event: Event) -> tuple[RequestState, ...]
             return (_S.SCORING if scores else _S.PREFILLING,)
         case Retried():
             return (_S.RETRYING,)
-        case AttemptStarted():
+        case LocalPrefillOrdered():
             # Behind a retry, the attempt is a new one already.
             return () if state is _S.RETRYING else (_S.RETRYING,)
         case BlocksReserved():

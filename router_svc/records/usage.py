@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 
-from router_svc.records.phases import TracePhase
+from router_svc.records.milestones import Milestone
 from router_svc.records.record import Record
 from router_svc.records.request_state import RequestState
 
@@ -49,7 +49,7 @@ class Usage:
 class Account:
     """Whose usage it is. Names of tenants and keys have no colon; that of a model may have any character.
 
-    What exceeds the rows of a day is counted for the tenant and the key `*`, which no tenant or key is named.
+    Usage beyond the rows of a day is counted for the tenant `*` and the key `*`. No tenant or key has this name.
     """
 
     tenant: str
@@ -89,8 +89,9 @@ def usage_of(record: Record) -> Usage:
 def tokens_charged(record: Record) -> int:
     """Tokens that count for the limits of the client's key.
 
-    Those of its usage. A client that leaves before pays for its prompt once a worker was chosen: that one may be
-    computing it, since workers report a step at its end. Otherwise leaving early would make prefill free.
+    They are the tokens of its usage. A client that leaves before there is any pays for its prompt once a worker was
+    chosen: the worker may be computing it, since it reports a step at its end. Otherwise leaving early would make
+    prefill free.
     """
     usage = usage_of(record)
     if usage == Usage() and record.state is RequestState.CANCELLED and record.decisions:
@@ -100,7 +101,9 @@ def tokens_charged(record: Record) -> int:
 
 def _prefill_has_started(record: Record) -> bool:
     """Whether a worker has reported that it computes the prompt, or another router has had tokens of it."""
-    return record.completion_tokens > 0 or TracePhase.PREFILL_START in record.phases or record.prefill.tier is not None
+    return (
+        record.completion_tokens > 0 or Milestone.PREFILL_START in record.milestones or record.prefill.tier is not None
+    )
 
 
 def day_of(now: float) -> str:

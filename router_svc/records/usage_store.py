@@ -1,7 +1,7 @@
 """Keeps usage by day in Redis, where all routers add to it.
 
 `usage:{day}` is a hash with a field `{tenant}:{key id}:{model}` for each key that was used: requests, input, cached
-and output tokens. Its fields `@{router}` have the last batch of each router, so that one whose reply was lost is not
+and output tokens. Its fields `@{router}` have the last batch of each router: a batch whose reply was lost is not
 added twice. What is kept is bounded, so that usage cannot fill Redis: beyond `MAX_DAY_ROWS` a day adds to the field
 `*:*:{model}`, and beyond `MAX_KEPT_ROWS` the oldest days are deleted.
 """
@@ -46,7 +46,7 @@ _VALUE = re.compile(rb"(\d{1,15}) (\d{1,15}) (\d{1,15}) (\d{1,15})")
 _FIELD = re.compile(r"([A-Za-z0-9._-]{1,64}|\*):([A-Za-z0-9._-]{1,64}|\*):(.{1,1000})", re.DOTALL)
 
 # KEYS: the day. ARGV: the router's field, sequence, TTL in s, the most rows, then field and four numbers of each row.
-# Returns whether they were added: 0 if they had been before. What is there and is no usage is replaced.
+# Returns whether the rows were added: 0 if they had been before. Values that are no usage are replaced.
 _ADD = """
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind ~= 'hash' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end

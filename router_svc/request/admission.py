@@ -1,9 +1,9 @@
 """Admission control: a bounded queue in front of the cluster's capacity, fair between clients. Pure.
 
-Capacity is counted in sequences. Those of best-effort requests take what others leave, and none from them. A full queue
-refuses at once, with a Retry-After computed from the rate at which requests have left the cluster recently. A client
-that holds fewer slots than others for its weight takes one of theirs instead, so nobody can fill the queue against
-others.
+Capacity is counted in sequences. Best-effort requests get only what other requests leave, and take nothing from them. A
+full queue refuses at once, with a Retry-After computed from the rate at which requests have left the cluster recently.
+A client that holds fewer slots than others for its weight takes one of theirs instead, so no client can fill the queue
+against others.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class AdmissionQueue:
 
     @staticmethod
     def _holds(slot: QueueSlot, now: float) -> bool:
-        """Whether a slot that does not fit may be passed no longer."""
+        """Whether no other request may pass this slot any more, although it does not fit yet."""
         return slot.blocked_at is not None and now - slot.blocked_at >= PASSING_S
 
     def _admit(self, now: float) -> list[QueueSlot]:

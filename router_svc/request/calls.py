@@ -46,7 +46,7 @@ _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ET
 def is_gone(error: BaseException) -> bool:
     """Whether the worker itself could not be reached, or sends nothing although it should.
 
-    A loss that a worker reports is the loss of another one.
+    If a worker reports a loss, it is another worker that was lost.
     """
     cause = error.__cause__
     if isinstance(error, TransferTimeout) and isinstance(cause, _WentSilent):
@@ -58,7 +58,7 @@ def is_gone(error: BaseException) -> bool:
 
 
 def is_lost_in_call(error: BaseException) -> bool:
-    """Whether the worker was lost after it had been reached, and so perhaps with the request."""
+    """Whether the worker was lost after it had been reached, so that it may have had the request."""
     cause = error.__cause__
     if isinstance(cause, grpc.aio.AioRpcError):
         return is_gone(error) and "failed to connect" not in (cause.details() or "")
@@ -95,9 +95,9 @@ class DecodeCall:
         self.has_ended = False
         #: Why the worker wants the request to move; empty: it does not.
         self.leave_reason = ""
-        #: The worker wants to know where to copy the request's blocks; epoch of one that could not take them, or 0.
+        #: Set while the worker asks where to copy the request's blocks: epoch of one that could not take them, or 0.
         self.replica_wanted: int | None = None
-        #: Called when it wants one of the two, and when it has sent blocks to the worker that the request moves to.
+        #: Called when the worker asks for one of the two, and when it has sent blocks to where the request moves.
         self.on_wanted: Callable[[], None] = lambda: None
         self.on_handed_off: Callable[[decode_pb2.HandedOff], None] = lambda result: None
 
@@ -116,7 +116,7 @@ class DecodeCall:
             await self._stream.write(command)
 
     async def next_event(self, limits: SilenceLimits) -> decode_pb2.DecodeResponse:
-        """The next event from the worker, which may be silent as `limits` say.
+        """The next event from the worker, which may be silent for as long as `limits` allow.
 
         Raises:
             DecodeFailed: with the error that the worker reported, `PeerLost` or `TransferTimeout`.

@@ -29,7 +29,7 @@ class Client:
     models: frozenset[str] = frozenset()
 
     def salt(self, cache_salt: bytes) -> bytes:
-        """What isolates its prefixes, from the salt of the request: other tenants get another one from the same."""
+        """The salt that isolates the client's prefixes. Two tenants get two salts from the same `cache_salt`."""
         if not self.tenant:
             return cache_salt
         tenant = hashlib.sha256(self.tenant.encode()).digest()

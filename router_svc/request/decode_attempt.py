@@ -14,7 +14,7 @@ from pdserve.base.errors import NoFreeBlocks, NoWorkers, PdserveError, TransferE
 from pdserve.peers.seals import Purpose
 from pdserve.peers.workers import WorkerRecord
 from pdserve.v1 import decode_pb2
-from router_svc.records.events import AttemptStarted, BlocksReserved, DecodeStarted, FellBack, FirstDecoded
+from router_svc.records.events import BlocksReserved, DecodeStarted, FellBack, FirstDecoded, LocalPrefillOrdered
 from router_svc.request.calls import DecodeCall, DecodeFailed, is_reported
 from router_svc.request.failure import failure_of
 from router_svc.request.prefill_attempt import prefill
@@ -188,7 +188,7 @@ class DecodeAttempt:
             error = NoWorkers("No other prefill worker is ready. Retry in a few seconds.")
             raise DecodeFailed(error, failed_prefill or self._call.worker)
         worker = self._call.worker
-        self._journal.append(AttemptStarted())
+        self._journal.append(LocalPrefillOrdered())
         self._journal.append(FellBack(reason=reason, worker=worker.worker_id))
         command = decode_pb2.PrefillLocally(
             attempt=self._journal.record.attempt, forced_first_tokens=self._output.first_tokens

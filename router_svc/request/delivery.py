@@ -18,7 +18,7 @@ from router_svc.request.stream import DeltaStream
 
 
 def ignore_tokens(call: DecodeCall | None) -> None:
-    """No worker follows."""
+    """For a request that no other worker follows: nothing is done."""
 
 
 class Delivery:

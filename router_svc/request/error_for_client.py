@@ -11,7 +11,7 @@ from router_svc.routing.home import Home
 def error_for_client(refusal: PdserveError, cluster: Cluster, placer: Placer, home: Home) -> PdserveError:
     """What the last worker's error means for the client.
 
-    `home`: of the last decode worker that has added tokens.
+    `home`: where the last tokens come from.
     """
     ready = cluster.ready("decode")
     if ready and not any(map(placer.is_understood_by, ready)):

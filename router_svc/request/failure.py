@@ -26,7 +26,7 @@ class Failure(Enum):
     REQUEST = auto()
     #: The worker refused for lack of capacity.
     CAPACITY = auto()
-    #: The worker refused because it shuts down. It is back soon, as one that is lost.
+    #: The worker refused because it shuts down. It is expected back soon, like a worker that is lost.
     DRAINING = auto()
     #: The worker reported a failed transfer (its lease ran out). It is healthy and may get the request again.
     TRANSFER = auto()
@@ -34,7 +34,7 @@ class Failure(Enum):
     WORKER = auto()
     #: The worker takes the message for a stranger's. It may have restarted since, as another incarnation.
     REFUSED = auto()
-    #: The worker lives, and something is wrong with what it made of the request. Others may well do the same.
+    #: The worker lives, and something is wrong with what it made of the request. Other workers may well fail so, too.
     BROKEN = auto()
     #: A prefill worker failed, and with it the attempt of the decode worker that waited for it.
     PREFILL = auto()

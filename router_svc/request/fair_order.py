@@ -1,9 +1,9 @@
 """The order of waiting prompts: by priority, then fair between clients, then by arrival. Pure.
 
-Each prompt gets a start tag in virtual time when it arrives: where its client's previous one ended, or now. It ends as
-many sequences later as it has, divided by the client's weight. Prompts are served in the order of their start tags. So
-a client with many prompts waits behind its own, and others pass. Source: start-time fair queueing, Goyal, Vin and Cheng
-1996.
+Each prompt gets a start tag in virtual time when it arrives: where its client's previous prompt ends, or now. From its
+start to its end, it takes the number of its sequences, divided by the client's weight. Prompts are served in the order
+of their start tags. So a client with many prompts waits behind its own, and others pass. Source: start-time fair
+queueing, Goyal, Vin and Cheng 1996.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class QueueSlot:
     priority: int
     offered_at: float
     admitted_at: float | None = None
-    #: Since when it would have been its turn, if it were narrower.
+    #: When it would have been admitted if it had fewer sequences.
     blocked_at: float | None = None
 
 

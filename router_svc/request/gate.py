@@ -55,7 +55,7 @@ class Gate:
 
         Raises:
             Overloaded: the queue was too long.
-            NoWorkers: there was no one to admit it to.
+            NoWorkers: no decode worker was ready to run it.
         """
         if slot.admitted_at is not None:
             return

@@ -1,4 +1,4 @@
-"""Answers about limits: that of Redis, and that for a client whose key has reached one."""
+"""Answers about limits: the reply of Redis, and the error for a client whose key has reached a limit."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def refusal(client: Client, limits: Limits, tokens: int, verdict: Verdict) -> Ra
 
 
 def too_many(client: Client, limits: Limits, now: float) -> RateLimited:
-    """The error for a client that resumes a request while others of its key run, as many as may."""
+    """The error for a client that resumes a request while its key has as many others running as it may."""
     return refusal(client, limits, 0, Verdict(bucket=full(limits, now), refused_by=Limit.PARALLEL, wait_s=1.0))

@@ -59,8 +59,8 @@ redis.call('PEXPIRE', KEYS[2], string.format('%.0f', math.max(ttl, 2 * lease)))
 return {reason, text(wait), text(requests), text(tokens), text(budget - used), string.format('%.0f', period)}
 """
 
-# KEYS: state, leases. ARGV: tokens per minute, lease's name, tokens reserved, tokens used, period, 1 if it counts only
-# while the lease is there. A lease that is gone has been given back, so all that was used is charged otherwise.
+# KEYS: state, leases. ARGV: tokens per minute, lease's name, tokens reserved, tokens used, period, and 1 if nothing is
+# charged once the lease is gone. Else all tokens used are charged then, since a lease that is gone was given back.
 SETTLE = """
 local had = redis.call('ZREM', KEYS[2], ARGV[2])
 if had == 0 and ARGV[6] == '1' then return 0 end
@@ -85,8 +85,8 @@ if redis.call('PTTL', KEYS[1]) < 2 * tonumber(ARGV[1]) then redis.call('PEXPIRE'
 return 1
 """
 
-# KEYS: leases. ARGV: lease in ms, parallel, name of a lease, name of another one. Keeps the first, which still counts,
-# or adds the other one in its place. Returns the one that is there, or '' where there are too many.
+# KEYS: leases. ARGV: lease in ms, parallel, name of a lease, name of another one. Keeps the first lease if it still
+# counts, else adds the other one in its place. Returns the name of the lease that is there, or '' for too many leases.
 ADOPT = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)

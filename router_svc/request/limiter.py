@@ -1,8 +1,8 @@
 """Enforces the limits of keys: shared by all routers in Redis, by this router alone while Redis is away.
 
-A request reserves before it is admitted, in one round trip. After its end the limiter's own task settles it: requests
-come and go with their clients, and one that is cancelled must not leave a settlement half done. A reservation is a
-lease: that of a router which was killed is given back when it ends. Keys without limits cost nothing.
+A request reserves tokens before it is admitted, in one round trip. After its end the limiter's own task settles the
+reservation: requests come and go with their clients, and a cancelled request must not leave a settlement half done. A
+reservation is a lease: if its router was killed, it is given back when it ends. Keys without limits cost nothing.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from router_svc.request.limits import (
 
 STATE_KEY = "limits:"
 LEASES_KEY = "leases:"
-#: Requests that wait to be settled. Beyond it the oldest are left to the end of their leases.
+#: Requests that wait to be settled. Of more, the oldest are not settled: their leases end.
 _MAX_UNSETTLED = 10_000
 #: Settlements in one round trip, which take some 10 ms of Redis.
 _BATCH = 500
 _RENEWALS_PER_LEASE = 3
-#: Time that a request may wait until the one before it is settled: that of two calls to Redis.
+#: Time that a request may wait until the one before it is settled, which is the time of two calls to Redis.
 _SETTLE_WAIT_S = 1.0
 
 
@@ -60,9 +60,9 @@ class Reservation:
 class _Settlement:
     reservation: Reservation
     used: int
-    #: Whether it counts only while the lease is there: it may have been done, or the lease may never have been made.
+    #: Whether Redis settles only a lease that is there: this may be done already, or the lease was never made.
     needs_lease: bool = False
-    #: Redis has it, or has failed to take it.
+    #: Set when Redis has the settlement, or has failed to take it.
     tried: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -81,7 +81,7 @@ class Limiter:
         self._unsettled: deque[_Settlement] = deque()
         #: Settlements on their way to Redis. Only `run` sends them.
         self._sent: list[_Settlement] = []
-        #: Those of requests that have ended and are about to be settled.
+        #: Settlements of requests that have ended and are about to be settled.
         self._ending: dict[str, _Settlement] = {}
         self._due = asyncio.Event()
         #: Requests that were decided without Redis.
@@ -112,7 +112,7 @@ class Limiter:
         return reservation
 
     async def adopt(self, client: Client, lease: str) -> Reservation | None:
-        """The reservation of a request that another router has admitted: not again, but it counts as running.
+        """The reservation of a request that another router has admitted. It is not made again, but counts as running.
 
         Raises `RateLimited`.
         """
@@ -183,7 +183,7 @@ class Limiter:
                 self._due.clear()
                 if await self._settle_batch():
                     self._due.set()
-                # Also while requests end all the time.
+                # Leases are renewed even while requests end all the time.
                 if loop.time() >= renew_at:
                     renew_at = loop.time() + interval_s
                     await self._renew()
@@ -231,7 +231,7 @@ class Limiter:
         try:
             reply = await self._store.script(RESERVE, keys=self._keys(client), arguments=arguments)
         except BaseException:
-            # The client has left, or Redis was too slow: the lease may be there, in the period that Redis chose.
+            # The client has left, or Redis was too slow. Redis may have the lease, in any of these periods.
             for start in starts:
                 self._put(_Settlement(reservation=_leased(reserved, name, str(start * 1000)), used=0, needs_lease=True))
             raise
@@ -242,9 +242,9 @@ class Limiter:
         return [self._store.key(STATE_KEY + client.id), self._store.key(LEASES_KEY + client.id)]
 
     async def _settle_batch(self) -> bool:
-        """Settles what is due longest. Returns whether more is due that Redis may take now.
+        """Settles the requests that have waited longest. Returns whether Redis may take more now.
 
-        While Redis is away it stays due, until the next request ends or leases are renewed.
+        While Redis is away they stay due. They are tried again when a request ends or leases are renewed.
         """
         batch = [self._unsettled.popleft() for _ in range(min(len(self._unsettled), _BATCH))]
         if not batch:
@@ -255,7 +255,7 @@ class Limiter:
         except BaseException as error:
             for each in batch:
                 each.needs_lease = True
-            # Behind the others, which what Redis refuses must not hold up.
+            # The batch goes behind the others: settlements that Redis refuses must not hold these up.
             self._unsettled.extend(batch)
             if isinstance(error, StoreError):
                 return False

@@ -138,7 +138,7 @@ def period_starts(period: Period, now: float) -> list[int]:
 
 
 def rate_headers(bucket: Bucket, limits: Limits) -> dict[str, str]:
-    """The headers that say what is left, as OpenAI names them. A limit that the key does not have has none."""
+    """The headers that say what is left, as OpenAI names them. Only limits that the key has get headers."""
     headers: dict[str, str] = {}
     pairs = (
         ("requests", limits.requests_per_minute, bucket.requests),

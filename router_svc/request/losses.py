@@ -1,4 +1,4 @@
-"""Workers that fail a request: other requests avoid those that are lost, and one that loses too many ends."""
+"""Workers that fail a request: other requests avoid lost workers, and a request that loses too many workers ends."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Losses:
             ) from error
 
     async def _count_death(self, worker: WorkerRecord) -> None:
-        """If the worker has named the request as one of the step in which it failed, that counts."""
+        """Counts the death if the worker has named the request as one of the step in which it failed."""
         requests = await self._cluster.requests_of_death(worker.worker_id, worker.epoch)
         if requests is None or self._generation.worker_request_id not in requests:
             return

@@ -24,16 +24,16 @@ class ChoiceDelta:
     choice_index: int
     text: str
     token_ids: tuple[int, ...] = ()
-    #: The text as each token completed it; without tokens, what the end of the choice completed.
+    #: The text that each token completed; without tokens, the text that the end of the choice completed.
     pieces: tuple[str, ...] = field(default=(), compare=False)
     logprobs: tuple[TokenLogprobs, ...] = ()
-    #: Those of the prompt's tokens behind the first one; None: not in this delta, which otherwise has nothing else.
+    #: Log-probabilities of the prompt's tokens behind the first one, in a delta with nothing else; None: in any other.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    #: The prompt's embedding, little-endian float32; None: not in this delta, which otherwise has nothing else.
+    #: The prompt's embedding, little-endian float32, in a delta with nothing else; None: in any other.
     embedding: bytes | None = field(default=None, repr=False)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    #: The tokens that it is made of, with any that the client had before.
+    #: The tokens that the delta is made of, including any that the client had before.
     source: ChoiceTokens | None = field(default=None, compare=False)
 
 
@@ -112,7 +112,7 @@ class Output:
     def continuation(self) -> list[ChoiceSoFar]:
         """What another decode worker goes on behind: tokens of open choices, and the choices that are over.
 
-        Without tokens when there are very many: the worker then samples them again, and `push` drops them.
+        Very many tokens are left out: the worker then samples them again, and `push` drops them.
         """
         started = [(index, choice) for index, choice in enumerate(self._choices) if choice.token_ids]
         has_room = sum(len(choice.token_ids) for _, choice in started if not choice.finished) <= MAX_CONTINUED_TOKENS

@@ -31,7 +31,7 @@ class Placer:
         *,
         fills_context: bool = False,
     ) -> None:
-        """`hashes`: of the prompt's blocks. `fills_context`: it was given the whole context that the workers had."""
+        """`hashes`: of the prompt's blocks. `fills_context`: the request may take the whole context of the workers."""
         self._generation = generation
         self._hashes = hashes
         self._cluster = cluster
@@ -41,10 +41,10 @@ class Placer:
         self.overlap: dict[WorkerId, int] = {}
         #: Decode worker that gets copies of the request's blocks.
         self.replica: Incarnation | None = None
-        #: Where the request may go, in whose steps workers have failed by themselves.
+        #: Workers that have failed by themselves in steps of the request, which limit where it may go.
         self.deaths = Deaths()
         self.failed_prefill: set[Incarnation] = set()
-        #: How many prefill workers have failed the request that still run and do not shut down.
+        #: How many prefill workers have failed the request although they still run and do not shut down.
         self.prefill_failures = 0
 
     async def look_up(self) -> None:
@@ -67,7 +67,7 @@ class Placer:
     ) -> Placement | None:
         """The best worker of the tier for this request, or None without a candidate.
 
-        Candidates have KV of this layout and this numerics class. None: whatever it is. A decode worker with copies of
+        Candidates have KV of this layout and this numerics class. None: any. A decode worker with copies of
         the request's blocks is the best, unless it is full.
         """
         demand = Demand(
@@ -87,7 +87,7 @@ class Placer:
     ) -> Placement | None:
         """The best other decode worker for a request that leaves `source`.
 
-        With `needs_room`, it also keeps blocks free, so that it does not want to be left itself at once.
+        With `needs_room`, that worker also keeps blocks free, so that it does not itself ask to be left at once.
         """
         lengths = self._output.open_lengths
         demand = Demand(
@@ -120,9 +120,9 @@ class Placer:
         return worker.max_model_len >= needed
 
     def _able(self, workers: Sequence[WorkerRecord]) -> list[WorkerRecord]:
-        """Those that can do what the request asks for, and hold all of it.
+        """The workers that can do what the request asks for, and hold all of it.
 
-        One for the rest of the context, whatever that is, takes shorter ones where there are no others.
+        If no worker holds all of a request that fills the context, it takes decode workers with a shorter context.
         """
         workers = [each for each in workers if self.is_understood_by(each)]
         holding = [each for each in workers if self.fits_on(each)]
@@ -142,7 +142,7 @@ class Placer:
     def choose_prefill(self, decode: WorkerRecord | None) -> Placement | None:
         """The best prefill worker that has not failed this request, for this decode worker if any.
 
-        One of another numerics class is chosen only where none of the decode worker's class is left.
+        A worker of another numerics class is chosen only where none of the decode worker's class is left.
         """
         return self._choose_prefill(self.failed_prefill, self.prefill_failures, decode)
 
@@ -167,13 +167,13 @@ class Placer:
             return None
         if decode is None:
             return self.choose("prefill", failed, None)
-        # It may have changed its role in the meantime, and then takes requests of both tiers by turns.
+        # The decode worker may have changed its role in the meantime, and then takes requests of both tiers by turns.
         failed = failed | {incarnation_of(decode)}
         same = self.choose("prefill", failed, decode.layout, decode.numerics_class)
         return same or self.choose("prefill", failed, decode.layout)
 
     def _may_prefill(self, failures: int) -> bool:
-        # When so many that still run have failed, the prompt is at fault, or the connection between the tiers.
+        # When this many workers that still run have failed, the prompt or the connection between the tiers is at fault.
         return self.deaths.may_reach("prefill") and (failures < MAX_PREFILL_FAILURES or self.deaths.tier is not None)
 
     def exclude_prefill(self, placement: Placement, error: PdserveError) -> None:
@@ -183,5 +183,5 @@ class Placer:
 
 
 def _is_fault(error: PdserveError) -> bool:
-    """Whether a prefill worker has failed that lives, and does not shut down."""
+    """Whether the error is a failure of a prefill worker that lives and does not shut down."""
     return not (is_gone(error) or isinstance(error, Draining))

@@ -21,7 +21,7 @@ async def prefill(
     reported, `PeerLost`, or `TransferTimeout` when it is silent.
     """
     worker, journal, cluster = placement.worker, prompt.journal, prompt.cluster
-    trace = journal.chose(WorkerChosen.of(placement))
+    trace = journal.append(WorkerChosen.of(placement, remark=prompt.placer.deaths.remark))
     request = prompt.messages.prefill(ticket)
     await prompt.retained.aclose()
     limits = cluster.policy.silence

@@ -14,13 +14,13 @@ from router_svc.request.running_prompt import RunningPrompt
 from router_svc.routing.incarnation import Incarnation, incarnation_of
 from router_svc.routing.placement import Placement
 
-#: Waits for the next change of the workers, for the number of waits so far.
+#: Waits for the next change of the workers. It takes the number of waits so far.
 Heartbeat = Callable[[int], Awaitable[None]]
 Result = TypeVar("Result")
 
 
 class PromptAttempts(ABC, Generic[Result]):
-    """What a prefill worker reports of one prompt. Where one fails, another one starts from the first token."""
+    """What a prefill worker reports of one prompt. If the worker fails, another one starts from the first token."""
 
     #: The `SAMPLING_VERSION` that a worker needs at least.
     version: int
@@ -56,12 +56,12 @@ class PromptAttempts(ABC, Generic[Result]):
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """The events of a call, in which progress is noted. Close it when its loop is left early."""
         prompt, worker = self._prompt, placement.worker
-        trace = prompt.journal.chose(WorkerChosen.of(placement, scores=scores))
+        trace = prompt.journal.append(WorkerChosen.of(placement, scores=scores, remark=prompt.placer.deaths.remark))
         silence_s = prompt.cluster.policy.silence.of_prefill(worker, None)
         num_missing = placement.uncached_tokens
         with prompt.queued.assigned(worker, num_missing):
             async with prefill_call(prompt.cluster, worker, request, trace) as call:
-                # To its end: the worker has forgotten the prompt then, and may get it again at once.
+                # The call is read to its end: the worker has forgotten the prompt then, and may get it again at once.
                 while (event := await call.next_event(silence_s)) is not None:
                     if event.HasField("progress"):
                         prompt.progressed(worker, event.progress)
@@ -93,7 +93,7 @@ class PromptAttempts(ABC, Generic[Result]):
         return placement
 
     def _may_wait(self) -> bool:
-        """Whether a worker may come: not while there are some, all of which have failed the request."""
+        """Whether to wait for a worker. If ready ones stay, all of them have failed the request, and no wait helps."""
         prompt = self._prompt
         staying = {incarnation_of(worker) for worker in prompt.cluster.ready("prefill")} - self._draining
         if staying or not prompt.placer.deaths.may_reach("prefill"):

@@ -1,4 +1,4 @@
-"""What of a resumable stream belongs to one prompt: the output that another router had, and what is added to it."""
+"""One prompt's share of a resumable stream: the output that another router had, and what is added to it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PromptLog:
         self.home = home
 
     async def replay(self, generation: Generation, output: Output, journal: Journal, stream: DeltaStream) -> None:
-        """Passes on what another router had, as it did."""
+        """Passes on the output that another router had, as that router did."""
         steps, self._steps = self._steps, []
         async for step in in_turns(steps):
             deltas = output.push(step.choices)

@@ -39,7 +39,7 @@ class PromptTask:
         slot: QueueSlot,
         log: PromptLog | None = None,
     ) -> None:
-        """`log`: where the output is kept for other routers, and that of another router is."""
+        """`log`: where the output is kept for other routers, and where the output of another router is."""
         self._log = log
         self._generation = generation
         self._hashes = hashes

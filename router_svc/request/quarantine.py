@@ -18,15 +18,15 @@ from pdserve.base.errors import Quarantined
 from pdserve.peers.workers import Tier
 from router_svc.generation import Generation
 
-#: Failures in company, after which the request runs in steps of its own, and failures there, after which it ends.
+#: Failures in steps with other requests until a request runs in steps of its own, and failures in those until it ends.
 MAX_IN_COMPANY = 2
 MAX_ALONE = 1
-#: Time for which a request is refused after it has ended so.
+#: Time for which a request is refused after its failures have ended it.
 REFUSED_S = 600.0
 #: Requests that are refused at a time, at most: of one router, and of all others together.
 MAX_REFUSED = 1024
 DIGEST_BYTES = 16
-#: Difference between two ends of the same refusal, as routers know it.
+#: Routers know the end of a refusal this exactly. Ends that differ by less belong to the same refusal.
 _SAME_S = 5.0
 
 
@@ -35,9 +35,9 @@ class Deaths:
     """The workers that have failed by themselves in a step that computed one request."""
 
     count: int = 0
-    #: Failures in steps of its own, among those.
+    #: How many of the workers failed in a step of the request's own.
     alone: int = 0
-    #: Tier of the first one.
+    #: Tier of the worker that failed first.
     tier: Tier | None = None
     #: A worker of the other tier has failed, too.
     is_in_both_tiers: bool = False
@@ -72,7 +72,7 @@ class Deaths:
 
     @property
     def remark(self) -> str:
-        """What this means for later attempts, for the decision record; empty: nothing."""
+        """What the deaths mean for later attempts, for the decision record; empty: nothing."""
         where = f"stays in the {self.tier} tier" if self.tier is not None else ""
         return ", ".join(filter(None, (where, "in steps of its own" if self.is_alone else "")))
 
@@ -85,21 +85,22 @@ class Quarantine:
     """Requests that are refused for a time. `now` is any monotonic clock."""
 
     def __init__(self, key: bytes = b"", model: str = "") -> None:
-        """`key`: of the digests, at most 64 bytes. With another one, or another model, a request has another digest."""
+        """`key`: key of the digests, at most 64 bytes. Another key or another model gives a request another digest."""
         self._key = key
         self._person = hashlib.blake2b(model.encode(), digest_size=hashlib.blake2b.PERSON_SIZE).digest()
         #: Ends of this router's refusals by the requests' digests, in order. No refusal of another router evicts one.
         self._own: OrderedDict[bytes, float] = OrderedDict()
-        #: Those of other routers, in order.
+        #: Ends of the refusals of other routers, in order.
         self._shared: OrderedDict[bytes, float] = OrderedDict()
         #: Called with the digest of a request that is refused from now on, for the other routers.
         self.on_add: Callable[[bytes], None] = lambda digest: None
-        #: Called with a digest, the name of a worker that has failed by itself under an equal request, and whether in a
-        #: step of its own. Returns how many have, and how many of them in such steps, as far as routers know together.
+        #: Called with a digest, the name of a worker that has failed by itself under an equal request, and whether the
+        #: request was alone in its step. Returns how many workers have failed so at all routers, as far as is known,
+        #: and in how many of these failures the request was alone.
         self.on_death: Callable[[bytes, str, bool], Awaitable[tuple[int, int]]] = _of_one_router
 
     async def shared(self, generation: Generation, deaths: Deaths, worker: str, *, alone: bool) -> Deaths:
-        """The deaths under this request, with those under equal ones. The last was `worker`'s."""
+        """The deaths under this request, with those under equal requests. `worker` has failed last."""
         count, num_alone = await self.on_death(self._digest(generation), worker, alone)
         return deaths.known(count=count, alone=num_alone)
 

@@ -12,11 +12,11 @@ refused as a stranger's      another                  wait                      
 broken in the request        another, once            wait, once                      fail
 the request is wrong         fail                     fail                            fail
 
-Its patience lasts for `--worker-return-timeout-s` from the last answer of a worker on, and while the tier is gone.
+A request is patient for `--worker-return-timeout-s` after the last answer of a worker, and while the tier is gone.
 
-How many tokens the client has makes no difference: the next decode worker goes on behind them. How many workers a
-request has lost makes none either: its deadline ends it. From the second failure without a new token in between, a
-retry comes after a pause.
+The number of tokens that the client has makes no difference: the next decode worker goes on behind them. Neither
+does the number of workers that a request has lost: `losses` bounds it. From the second failure without a new token in
+between, a retry comes after a pause.
 
 A prefill worker failed      decode has not started                  decode has started
 --------------------------   -------------------------------------   ---------------------------------------
@@ -25,7 +25,7 @@ any error                    renew the ticket for another, else      nothing, if
                              it may not, the attempt has failed
 the request is wrong         fail                                    fail
 
-`quarantine` bounds how many workers a request may lose, and to which tier recovery may take it.
+`quarantine` bounds how many workers may fail by themselves under a request, and to which tier recovery may take it.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from router_svc.request.failure import Failure
 from router_svc.routing.home import Home
 from router_svc.routing.incarnation import Incarnation
 
-#: Workers that may break in a request, without a new token in between, before another one is taken to do the same.
+#: Workers that may break in a request without a new token in between. If another one does, the request fails.
 MAX_BROKEN = 1
 #: Prefill workers that may fail one request while they live, before the decode worker prefills.
 MAX_PREFILL_FAILURES = 2
 #: Pause before the second retry without a new token in between. It doubles with each further one, up to the limit.
 _BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
-#: A worker that has started anew, and refuses what is for the one before, has its new record by then.
+#: Time in which a restarted worker, which refuses messages for its last incarnation, has published its new record.
 _RECORD_S = 2.0
-#: A worker that was lost and is started again is ready by then, as a rule.
+#: Time in which a lost worker that is started again is ready, as a rule.
 _CLASS_RETURN_S = 3.0
 
 
@@ -76,7 +76,7 @@ class Patience:
 
     #: For capacity, while all of them are full: `--reserve-timeout-s`.
     capacity_s: float
-    #: For one that is lost to be back: `--worker-return-timeout-s`.
+    #: For a lost worker to be back: `--worker-return-timeout-s`.
     return_s: float
 
 
@@ -91,8 +91,8 @@ class Progress:
 class Recovery:
     """What the failures of decode workers so far mean for the next step of one request.
 
-    `now` is any monotonic clock, in seconds. New tokens, answers of workers, and workers that were not met before
-    begin a new count.
+    `now` is any monotonic clock, in seconds. New tokens restart the counts of failures. Answers of workers, and workers
+    that were not met before, renew the request's patience.
     """
 
     def __init__(self, patience: Patience, home: Home) -> None:
@@ -103,18 +103,18 @@ class Recovery:
         self._failed: set[Incarnation] = set()
         self._avoided: set[Incarnation] = set()
         self._met: set[Incarnation] = set()
-        #: When each has refused the request as a stranger's, since the last token; and whether all of them do.
+        #: When each worker first refused the request as a stranger's since the last token; whether all ready ones do.
         self._refused_at, self._is_stranger = dict[Incarnation, float](), False
         #: Since the last new token: failures of any kind, and workers that broke in the request.
         self._failures = self._broken = 0
         #: The last failure, and the progress until then.
         self._last: Failure | None = None
         self._progress = Progress()
-        #: Until then, the request tries workers that cannot be reached, and waits for one that suits it.
+        #: End of the time in which the request tries workers that cannot be reached, and waits for one that suits it.
         self._patient_until = 0.0
-        #: Until then, the request waits for workers that are full; and whether it does that.
+        #: End of the wait for workers that are full; and whether the request waits for these.
         self._capacity_until, self._is_for_capacity = 0.0, False
-        #: Until then, an answer that has begun waits for a worker of its numerics class, even if another one is ready.
+        #: End of the wait of an answer that has begun for a worker of its numerics class, even if another one is ready.
         self._same_class_until = 0.0
 
     def begin(self, now: float) -> None:
@@ -133,7 +133,7 @@ class Recovery:
     ) -> None:
         """Takes note of a failure while the request ran on `worker`.
 
-        `ready`: the decode workers that are; None: that is not known at present.
+        `ready`: the decode workers that are ready; None: they are not known at present.
         """
         if failure.excludes_worker:
             self._failed.add(worker)
@@ -144,7 +144,7 @@ class Recovery:
             self._refused_at.clear()
             self._capacity_until = now + self._patience.capacity_s
         if progress.answers > self._progress.answers or worker not in self._met:
-            # A worker that cannot be reached may seem to be back each time: then one wait is all.
+            # A worker that cannot be reached may seem to be back each time. Only its first failure renews the wait.
             self._met.add(worker)
             self._patient_until = now + self._patience.return_s
         self._last, self._progress = failure, progress
@@ -169,11 +169,11 @@ class Recovery:
 
     @property
     def is_final(self) -> bool:
-        """Whether no other worker would do better: what two that live have broken in, a third will not do."""
+        """Whether no other worker would do better: where two that live have broken, a third one would, too."""
         return self._last is Failure.REQUEST or self._broken > MAX_BROKEN or self._is_stranger
 
     def pause_s(self, key: str) -> float | None:
-        """The pause before the next attempt; None where workers are full: the wait for one is the pause."""
+        """The pause before the next attempt; None if the last worker was full: the wait for capacity is the pause."""
         return None if self._is_for_capacity else backoff_s(self._failures, key)
 
     def _is_patient(self, now: float) -> bool:
@@ -190,17 +190,17 @@ class Recovery:
         self._failed.clear()
 
     def waits_for_class(self, now: float) -> bool:
-        """Whether only workers of the answer's numerics class come into question yet."""
+        """Whether the request still waits for a worker of its answer's numerics class."""
         return now < min(self._same_class_until, self._patient_until)
 
-    # Waiting for one.
+    # Waiting for a worker.
     @property
     def capacity_until(self) -> float | None:
         """When the wait for workers that are full ends; None: the request waits for something else."""
         return self._capacity_until if self._is_for_capacity else None
 
     def gives_up(self, now: float) -> bool:
-        """Whether it has waited long enough for workers of a tier that is not gone."""
+        """Whether the request has waited long enough for workers of a tier that is not gone."""
         return now >= self._capacity_until if self._is_for_capacity else not self._is_patient(now)
 
     def tier_is_gone(self) -> None:

@@ -12,7 +12,7 @@ from pdserve.base.errors import TransferError
 from pdserve.v1 import decode_pb2, prefill_pb2
 from router_svc.records.migration_metrics import REASONS
 
-#: Clocks of a process may be read in another order, so that a duration is a little below 0.
+#: Limit on the amount of a duration. It may be a little below 0, since clocks of a process are read in another order.
 _MAX_DURATION_S = 1e6
 _MAX_LEASE_S = 3600.0
 

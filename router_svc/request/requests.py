@@ -186,7 +186,7 @@ class Requests:
                 self._recorders.ended(client, journals, run.charged.usage)
 
     async def _entrants(self, generations: Sequence[Generation], prompts: Sequence[PrefixHashes]) -> list[Entrant]:
-        # Counted before anything is refused: demand that is measured later shrinks when the cluster cannot meet it.
+        # Tokens are counted before anything is refused: later, measured demand shrinks when the cluster cannot meet it.
         uncached_tokens = [
             hashes.num_tokens if generation.needs_whole_prompt else await self._cluster.uncached_tokens(hashes)
             async for generation, hashes in in_turns(zip(generations, prompts, strict=True))
@@ -207,7 +207,7 @@ class Requests:
     ) -> AsyncIterator[list[QueueSlot]]:
         """The request in the queue, within its key's limits. Raises `RateLimited`, `Overloaded`.
 
-        A stream of another router is taken when nothing refuses it any more: until then it runs there.
+        A stream of another router is taken when nothing refuses the request any more: until then it runs there.
         """
         with self._counted():
             if not run.is_resumed:
@@ -296,5 +296,5 @@ class Requests:
 
 
 def _owned(generation: Generation, client: Client) -> Generation:
-    """The generation as its client's: apart from those of other tenants."""
+    """The generation with its client's tenant, and a cache salt that isolates it from other tenants."""
     return replace(generation, tenant=client.tenant, cache_salt=client.salt(generation.cache_salt))

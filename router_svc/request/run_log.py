@@ -103,7 +103,7 @@ class RunLog:
         ends = [journal.record.end for journal in self._journals]
         if any(end.state is RequestState.FAILED and not _can_go_on(end.outcome) for end in ends if end is not None):
             return Ending.FAILED
-        # Who cancelled it by its id wants none of it any more, unlike a client whose connection broke.
+        # A client that cancels a request by its id does not want the rest, unlike one whose connection broke.
         if any(end.state is RequestState.CANCELLED and end.error for end in ends if end is not None):
             return Ending.FAILED
         is_complete = all(end is not None and end.state is RequestState.FINISHED for end in ends)

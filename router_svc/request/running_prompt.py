@@ -28,7 +28,7 @@ class RunningPrompt:
     journal: Journal
     output: Output
     delivery: Delivery
-    #: Which worker is next.
+    #: Chooses the next worker.
     placer: Placer
     losses: Losses
     messages: WorkerMessages

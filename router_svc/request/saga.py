@@ -124,7 +124,7 @@ class Saga:
         failure = failure_of(error, is_reported=is_reported(error), is_continuation=self._output.has_tokens)
         if incarnation_of(worker) == placement.incarnation:
             await self._losses.note(worker, error)
-        elif failure is not Failure.REQUEST:  # Where it failed, it was noted already.
+        elif failure is not Failure.REQUEST:  # The prefill worker's failure is noted already.
             failure = Failure.PREFILL
         progress = Progress(self._output.completion_tokens, self._losses.decode_answers)
         is_known = not self._cluster.directory.degraded
@@ -134,14 +134,15 @@ class Saga:
     async def _run_on(self, run: MigratingRun) -> None:
         """The request on one decode worker, and where it moves. Raises `DecodeFailed`, or an error for the client."""
         placement, worker = run.placement, run.placement.worker
-        numerics = self._recovery.home.numerics_class
+        numerics, remarks = self._recovery.home.numerics_class, [self._placer.deaths.remark]
         if numerics not in (None, worker.numerics_class):
             changed = NumericsChanged(before=str(numerics), after=worker.numerics_class, worker=worker.worker_id)
             self._journal.append(changed)
+            remarks.append(changed.remark)
         num_tokens = self._output.completion_tokens
         remote = self._placer.choose_prefill(worker)
         plan = self._plan_prefill(placement, remote)
-        trace = self._journal.chose(WorkerChosen.of(placement, plan=plan))
+        trace = self._journal.append(WorkerChosen.of(placement, plan=plan, remark="; ".join(filter(None, remarks))))
         start = self._prompt.messages.decode(plan.threshold, trace)
         with contextlib.ExitStack() as counted:
             # Other requests see the prompt's tokens in the queue of the worker that will probably compute them.

@@ -1,6 +1,6 @@
 """The log-probabilities of a prompt's tokens: a call to a prefill worker, and to another one where that fails.
 
-Scores are complete or made again: they are exact, so the next worker of the same numerics class makes the same ones.
+If a worker fails, all scores are made again: they are exact, so a worker of the same numerics class makes the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Refused requests in Redis, so that a request which ended workers under one router does not end more under the next.
 
-So are the workers that have failed by themselves under equal requests: their number bounds what routers lose together.
+Redis also has the workers that have failed by themselves under equal requests: their number bounds how many workers all
+routers lose together.
 
 Redis has digests with a key that follows from the cluster secret: they reveal no prompt, and a stranger who
 writes to Redis can have no other request refused. Ends are times of Redis, whatever the routers' clocks say.
@@ -19,11 +20,11 @@ from pdserve.redis.store import Argument, Reply, Store, as_bytes, as_list
 from router_svc.request.quarantine import DIGEST_BYTES, MAX_REFUSED, REFUSED_S, Quarantine
 
 KEY = "refused"
-#: Prefix of a digest's key with the workers that failed by themselves: fields are their names.
+#: Prefix of the key of a digest's hash. Its fields are the names of the workers that failed by themselves.
 DEATHS_KEY = "deaths:"
-#: More are not needed to end a request.
+#: Workers that are kept for a digest. Fewer are enough to end a request.
 _MAX_DEATHS = 16
-#: Interval between two looks. Until then, another router may take the request.
+#: Interval between two exchanges. Until the next one, another router may still take a request that is refused.
 _INTERVAL_S = 1.0
 
 _NOW = "local time = redis.call('TIME') local now = time[1] * 1000 + math.floor(time[2] / 1000) "
@@ -47,7 +48,7 @@ for i = 2, #found, 2 do found[i] = string.format('%.0f', found[i] - now) end
 return found
 """
 )
-# Counts workers, not requests: one that fails has many equal requests in its step, perhaps.
+# Counts workers, not requests: the step in which a worker fails may have many equal requests.
 _DEATH = """
 if redis.call('TYPE', KEYS[1]).ok ~= 'hash' or redis.call('HLEN', KEYS[1]) > tonumber(ARGV[4]) then
   redis.call('DEL', KEYS[1])
@@ -64,7 +65,7 @@ return own .. ' ' .. alone
 
 
 class SharedQuarantine:
-    """Exchanges the refusals of one router with the others while `run` runs. Without Redis, each has its own."""
+    """Exchanges the refusals of one router with the others while `run` runs. Without Redis, each router has its own."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class SharedQuarantine:
         interval_s: float = _INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes `Quarantine.on_add` and `Quarantine.on_death`. `clock`: that of the quarantine."""
+        """Sets `on_add` and `on_death` of the quarantine. `clock`: the clock of the quarantine."""
         self._quarantine = quarantine
         self._store = store
         self._interval_s = interval_s
@@ -107,7 +108,7 @@ class SharedQuarantine:
         self._quarantine.merge(refusals, self._clock())
 
     async def _count(self, digest: bytes, worker: str, alone: bool) -> tuple[int, int]:
-        """Workers that have failed by themselves under this request, and of them those that computed nothing else."""
+        """How many workers have failed by themselves under this request, and how many of them computed nothing else."""
         arguments: list[Argument] = [worker, int(alone), int(REFUSED_S * 1000), _MAX_DEATHS]
         try:
             key = self._store.key(DEATHS_KEY + digest.hex())
@@ -123,7 +124,7 @@ class SharedQuarantine:
 
 
 def _refusal(digest: Reply, left_ms: Reply) -> tuple[bytes, float] | None:
-    """Digest and seconds; None: somebody else has written it."""
+    """The digest, and the seconds that are left; None: no router has written this."""
     try:
         name, left_s = bytes.fromhex(as_bytes(digest).decode()), int(as_bytes(left_ms)) / 1000
     except (ValueError, OverflowError):

@@ -37,7 +37,7 @@ class _Automaton:
         return self.length == len(self.stop)
 
     def pass_over(self) -> None:
-        """Goes on after a match, of which only the end may begin another one."""
+        """Goes on after a match. Only the end of the match may be the start of another one."""
         self.length = self._failure[-1]
 
 

@@ -1,7 +1,7 @@
 """The output of one client request on its way to the client: deltas in order, at most one error, then the end.
 
 A saga pushes deltas in the step in which it takes note of their tokens. So a failed attempt, which is cancelled at any
-time, loses nothing that the next one goes on behind. It waits where the client is far behind.
+time, loses no token that the next attempt goes on behind. A saga waits while the client is far behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from router_svc.request.output import ChoiceDelta
 #: A client that reads nothing for this long is disconnected. Otherwise it would hold its queue slot forever.
 WRITE_TIMEOUT_S = 60.0
 
-#: Pushes that wait to be written before sagas do.
+#: While this many pushes wait to be written, sagas wait, too.
 _MAX_PENDING = 16
 
 #: A response that has started is not silent for longer, so that no proxy ends it while a worker is replaced.
@@ -89,7 +89,7 @@ class DeltaStream:
         self._has_written = False
         #: Tokens in what was passed on, with the write in progress.
         self._completion_tokens = 0
-        #: Whether nothing is taken any more.
+        #: Whether the stream has ended, so that further pushes are dropped.
         self._has_ended = False
         self._error: PdserveError | None = None
         self._is_aborted = asyncio.Event()
@@ -131,7 +131,7 @@ class DeltaStream:
         return bool(self._pending) or not self._has_ended
 
     async def _watch(self, *, is_kept_alive: bool) -> None:
-        """Ends a write that takes too long, or that an abort makes useless. Here, so that a write needs no timer."""
+        """Ends a write that takes too long, or that an abort makes useless. So a write itself needs no timer."""
         now = asyncio.get_running_loop().time
         while not self._is_aborted.is_set():
             if self._writing_since is not None:
@@ -166,7 +166,7 @@ class DeltaStream:
                 mark.set_result(None)
 
     def push(self, deltas: list[ChoiceDelta], *, first_choice: int = 0) -> None:
-        """Passes deltas on. They will be written, whatever happens to the caller; nothing is after the end.
+        """Passes deltas on. They will be written, whatever happens to the caller. After the end they are dropped.
 
         In the response, choice i is `first_choice + i`.
         """
@@ -181,7 +181,7 @@ class DeltaStream:
         self._has_news.set()
 
     async def wait_for_room(self) -> None:
-        """Returns when the client has read enough for more. So one that reads slowly slows its own request down."""
+        """Returns when the client has read enough for more. So a slow client slows only its own request."""
         await self._has_room.wait()
 
     async def wait_until_written(self) -> None:
@@ -207,14 +207,14 @@ class DeltaStream:
         self._is_aborted.set()
 
     def _end(self, error: PdserveError | None) -> None:
-        """Nothing is taken from now on. The first end counts."""
+        """Ends the stream: further pushes are dropped. Only the first end counts."""
         if not self._has_ended:
             self._has_ended = True
             self._error = error
             self._has_news.set()
 
     def _drop(self) -> None:
-        """What is not written yet never will be."""
+        """Drops what is not written yet."""
         self._pending.clear()
         self._has_room.set()
         self._pass_marks(self._num_pushed)
@@ -225,7 +225,8 @@ class DeltaStream:
             return
         self._has_written = True
         for journal in self._journals:
-            journal.append(FirstWrite())
+            if not journal.record.state.is_final:
+                journal.append(FirstWrite())
         self._on_first_write(self._journals[0].record)
 
     @property

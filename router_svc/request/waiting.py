@@ -17,7 +17,7 @@ from router_svc.routing.placement import Placement
 
 #: Interval between looks at the workers while none of them can take a request: about one heartbeat.
 _HEARTBEAT_S = 0.5
-#: The record of a worker whose heartbeats have ended has expired by then.
+#: Time after which the record of a worker without heartbeats has expired.
 _GONE_S = RECORD_TTL_S
 
 
@@ -25,7 +25,7 @@ class Waiting:
     """Waits of one request, each for a change of the workers. Owned by its saga."""
 
     def __init__(self, cluster: Cluster, placer: Placer, recovery: Recovery, key: str) -> None:
-        """Requests with other keys wait for other times, so that they do not return together."""
+        """Requests with different keys wait for different times, so that they do not return together."""
         self._cluster = cluster
         self._placer = placer
         self._recovery = recovery
@@ -44,11 +44,12 @@ class Waiting:
                 await self._cluster.directory.wait_for_change(self._cluster.directory.version)
 
     async def for_decode(self, refusal: PdserveError) -> Placement:
-        """A decode worker to ask again, after each heartbeat. Raises `refusal` when there is none to wait for.
+        """A decode worker to ask again, after each heartbeat. Raises the client's error when there is none to wait for.
 
-        While all are full, that is when the request has waited for capacity long enough. While the whole tier is gone,
-        it is never: one was ready, or expected, when the request came. The request's own deadline ends it in any case.
-        A heartbeat may bring a worker back, or capacity even where the reported load looks the same.
+        While all workers are full, it is raised once the request has waited long enough for capacity. While the whole
+        tier is gone, it is never raised, unless `--worker-return-timeout-s` is 0: a worker was ready, or expected, when
+        the request came. The request's own deadline ends the wait in any case. A heartbeat may bring a worker back, or
+        capacity even where the reported load looks the same.
         """
         recovery = self._recovery
         placement, waits, since = None, 0, self.now()

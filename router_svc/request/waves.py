@@ -17,7 +17,7 @@ from router_svc.request.stream import DeltaStream
 #: Prompts of one request that wait or run at a time.
 MAX_AT_ONCE = 512
 
-#: Starts the prompt of that index.
+#: Starts the prompt with this index, in this slot.
 Start = Callable[[int, QueueSlot], asyncio.Task[None]]
 
 
@@ -38,7 +38,7 @@ class Waves:
             yield slots
 
     def run(self, slots: Sequence[QueueSlot], start: Start, group: ServiceGroup, stream: DeltaStream) -> None:
-        """Starts the first wave, and the others as they come. Without space for one, the request fails."""
+        """Starts the first wave, and the others as they come. If the queue has no space for one, the request fails."""
         running = [start(index, slot) for index, slot in enumerate(slots)]
         if len(running) < len(self._entrants):
             group.start(self._run_others(running, start, stream), name="waves")

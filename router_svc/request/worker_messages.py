@@ -31,7 +31,7 @@ class WorkerMessages:
         self._sampling = sampling_to_wire(generation.sampling)
 
     def decode(self, threshold: int, trace: TraceContext | None, *, is_moving: bool = False) -> decode_pb2.DecodeStart:
-        """The request for a decode worker. `threshold`: uncached tokens that are computed there."""
+        """The request for a decode worker. `threshold`: uncached tokens up to which that worker prefills."""
         return decode_pb2.DecodeStart(
             ref=self._ref(),
             prompt_token_ids=self._generation.prompt,

@@ -93,7 +93,7 @@ class Cluster:
     tls: PeerTls | None = None
     #: Connections to decode workers.
     streams: StreamPool[DecodeResponse] = field(default_factory=lambda: StreamPool(DecodeResponse.FromString))
-    #: What goes to the workers.
+    #: Seals of the messages to the workers.
     seals: Seals = field(default_factory=Seals)
     in_flight: InFlight = field(default_factory=lambda: InFlight(new_router_id()))
 

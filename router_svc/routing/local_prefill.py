@@ -111,7 +111,7 @@ def plan_by_load(threshold: int, decode: Placement, prefill: Placement, in_fligh
     why = f"first token in about {here} there, {there} through {prefill.worker.worker_id}"
     if not is_clearly_sooner(here, there):
         return PrefillPlan(threshold=threshold, reason=LocalPrefillReason.SHORT, why=why)
-    # No more than expected: if the index overstated what is cached, this choice may be wrong, too.
+    # No more tokens than expected are prefilled here: if the index overstated what is cached, this choice may be wrong.
     return PrefillPlan(
         threshold=decode.uncached_tokens, reason=LocalPrefillReason.LOAD, why=f"{why}: prefills by itself"
     )

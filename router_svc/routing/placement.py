@@ -19,7 +19,7 @@ from router_svc.routing.incarnation import Incarnation, incarnation_of
 SEQUENCE_TOKENS = 64
 #: Share of its blocks that a worker keeps free when a request moves to it because another one is full.
 _SPARE_SHARE = 0.1
-#: And blocks for each of its sequences: a worker asks one to leave when it has less than two for each.
+#: Blocks that it keeps free for each of its sequences: with less than two for each, a worker asks a request to leave.
 _SPARE_EACH = 3
 
 

@@ -24,7 +24,7 @@ class RolePolicy:
     """
 
     def __init__(self, *, after_s: float, expects_prefill: bool) -> None:
-        """A tier may be without a ready worker for `after_s`, since workers restart. Changes are as far apart."""
+        """A tier may lack a ready worker for `after_s`, since workers restart. Changes are at least that far apart."""
         self._after_s = after_s
         self._expects_prefill = expects_prefill
         #: Since when a tier has had no ready worker; absent: it has one, or has never had any, as at the start.
@@ -35,7 +35,7 @@ class RolePolicy:
     def next(self, ready: Sequence[WorkerRecord], *, is_readable: bool, now: float) -> RoleOrder | None:
         """The next change, given the ready workers of one model; None: none is due.
 
-        While the registry is not readable nothing is known about the absent, and no time counts.
+        While the registry is not readable, it is unknown which workers are absent, and no time counts.
         """
         tiers: tuple[Tier, ...] = ("decode", "prefill")
         present = {worker.tier for worker in ready}
@@ -58,7 +58,7 @@ class RolePolicy:
         return None
 
     def _may_change(self, worker: WorkerRecord, ready: Sequence[WorkerRecord]) -> bool:
-        """The other tier has no worker. Decode workers also prefill, so the last of them stays."""
+        """Whether the worker may go to the other tier, which is empty. A last decode worker stays: it prefills, too."""
         if worker.home_tier is None:
             return False
         if worker.tier == "prefill":
@@ -67,5 +67,5 @@ class RolePolicy:
 
 
 def _preference(worker: WorkerRecord, tier: Tier) -> tuple[bool, str]:
-    """Those that began in the tier go back to it first."""
+    """The order of candidates: workers that began in the tier go back to it first."""
     return worker.home_tier != tier, worker.worker_id

@@ -1,6 +1,6 @@
 """Opens token streams. With TLS, some are open ahead of the requests that need them: a handshake takes milliseconds.
 
-A stream serves one request. After each one with TLS, another stream is opened to the same address, for the next one.
+A stream serves one request. After each request with TLS, a stream for the next one is opened to the same address.
 """
 
 from __future__ import annotations

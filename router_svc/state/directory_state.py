@@ -1,6 +1,6 @@
 """State in a directory, for a single router: a file for each record. Events and claims are in memory.
 
-What runs when the router ends is open in its file, and has no claim when the next one starts.
+The record of work that runs when the router ends stays open in its file, and has no claim when the next router starts.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from router_svc.state.state_store import DELETED_TTL_S, MAX_RECORD_BYTES, EventB
 
 log = get_logger(__name__)
 
-#: The oldest records go beyond this.
+#: Bytes of all records. Beyond this, the oldest ones are deleted.
 MAX_BYTES = 4 << 30
 _SWEEP_S = 3600.0
-#: Share of that which is left when there were more: not every write has to delete.
+#: Share of `MAX_BYTES` that is left after records were deleted, so that not every write has to delete some.
 _SWEPT = 0.9
 _OPEN, _ENDED, _FRESH = ".open", ".ended", ".fresh"
 
@@ -53,7 +53,7 @@ class DirectoryState:
         self._events = MemoryEvents()
         #: When records were deleted for good.
         self._deleted_at: dict[str, float] = {}
-        #: As far as it is known: all is counted at the start, and every hour.
+        #: Bytes of all records, as far as known: they are counted at the start, and every hour.
         self._used_bytes = 0
         self._sweeping = asyncio.Lock()
         #: Held while a record is changed.
@@ -80,7 +80,7 @@ class DirectoryState:
         os.close(self._lock)
 
     def gauges(self) -> Sequence[GaugeSource]:
-        """None: the disk is the machine's."""
+        """There are no gauges: the disk is the machine's."""
         return ()
 
     async def run(self) -> None:
@@ -264,9 +264,9 @@ class DirectoryState:
         return sum(map(_removed, paths)) if paths else None
 
     def _sweep(self, claimed: Collection[str] = ()) -> int:
-        """Deletes records that have expired, and the oldest ones of too many. The bytes of those that are left.
+        """Deletes records that have expired, and the oldest ones of too many. Returns the bytes of those that are left.
 
-        What is open and not `claimed` is work for somebody until it has expired.
+        An open record that is not `claimed` is work for a router until it has expired.
         """
         ended, left, now = [], 0, time.time()
         for path in self._directory.iterdir():

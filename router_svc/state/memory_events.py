@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 from router_svc.state.state_store import EVENTS_TTL_S, MAX_EVENT_BYTES, EventBatch
 
-#: Records whose events are in memory, and the bytes of all of them. The oldest go beyond this.
+#: Records whose events are in memory, and the bytes of all events. Beyond this, the oldest events are dropped.
 _MAX_LOGS = 256
 _MAX_BYTES = 256 << 20
 
@@ -57,13 +57,13 @@ class MemoryEvents:
         return [batch.behind(after) for batch in log.batches if batch.last > after]
 
     def drop(self, key: str) -> None:
-        """Forgets those of a record."""
+        """Forgets the events of a record."""
         log = self._logs.pop(key, None)
         if log is not None:
             self._num_bytes -= log.num_bytes
 
     def forget_old(self) -> None:
-        """Forgets those that are too old, and the oldest of too many."""
+        """Forgets events that are too old, and the oldest of too many."""
         too_old = time.monotonic() - EVENTS_TTL_S
         while self._logs:
             key, log = next(iter(self._logs.items()))

@@ -15,7 +15,7 @@ from router_svc.state.redis_state import SUFFIX, RedisState
 from router_svc.state.state_store import StateStore
 
 _FILE = "file:"
-#: Longer than for what every request waits for: these records are larger.
+#: Timeout of a call. It is longer than for the data that every request waits for: these records are larger.
 _TIMEOUT_S = 2.0
 
 

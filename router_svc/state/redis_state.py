@@ -21,9 +21,9 @@ from router_svc.state.state_store import (
     require_size,
 )
 
-#: Behind the cluster's own prefix: keys of several clusters in one Redis stay apart.
+#: Goes behind the cluster's own prefix, so that keys of several clusters in one Redis stay apart.
 SUFFIX = "state"
-#: Events are read in such a number of batches at once.
+#: Batches of events that are read at once.
 _BATCHES = 64
 _SEPARATOR = b"\n\n"
 
@@ -45,7 +45,7 @@ if ARGV[6] == '1' then
 end
 return 1
 """
-#: The same, but whether the record stays open.
+#: The same as for `_CREATE`, but the sixth argument says whether the record stays open.
 _UPDATE = """
 if redis.call('GET', KEYS[3]) ~= ARGV[3] or redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[5])

@@ -36,7 +36,7 @@ class ShownResponse:
         return self.status in TERMINAL
 
     def ended(self, status: str, error: Mapping[str, Any] | None) -> ShownResponse:
-        """The response with another status. For one without output."""
+        """The response with another status. Only for a response without output."""
         body = json.dumps(json.loads(self.body) | {"status": status, "error": error}, ensure_ascii=False)
         return replace(self, status=status, body=on_one_line(body.encode()))
 
@@ -104,7 +104,7 @@ def record_to_bytes(record: ResponseRecord, key: str, seal: StreamSeal) -> bytes
     head = {each.name: getattr(record, each.name) for each in fields(record)}
     response = record.response
     head["response"] = {"id": response.id, "status": response.status, "output": response.output}
-    # The response follows in a line of its own, so that who only shows it need not read it.
+    # The response follows in a line of its own, so that it can be shown without being parsed.
     return sealed(b"%b\n%b" % (json.dumps(head).encode(), response.body), key, seal)
 
 

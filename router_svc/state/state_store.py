@@ -1,6 +1,6 @@
 """One protocol for all stores of state: records, the events of what runs, and who runs it.
 
-A record is open while somebody works on it. Whoever does has claimed it for some seconds, and renews the claim; an open
+A record is open while a router works on it. That router has claimed it for some seconds, and renews the claim. An open
 record without a claim is work that a lost router has left. Only the holder of a claim changes an open record.
 
 A key is the name of a group, a colon, and an id. The group of a record that is listed has all such records.
@@ -51,7 +51,7 @@ class EventBatch:
         return self.first + len(self.events) - 1
 
     def behind(self, number: int) -> EventBatch:
-        """Those with larger numbers."""
+        """The events with larger numbers."""
         skipped = max(0, number + 1 - self.first)
         return EventBatch(first=self.first + skipped, events=self.events[skipped:])
 
@@ -73,7 +73,7 @@ class StateStore(Protocol):
     ) -> bool:
         """Stores a record. With a `holder` it is open, and claimed. Raises `TooLarge`.
 
-        False: there is an open one of this key; with a `holder` any; with `is_again` it was deleted for good.
+        False: there is an open record of this key, or with a `holder` any; or with `is_again`, it was deleted for good.
         """
 
     async def read(self, key: str) -> bytes | None:
@@ -89,7 +89,7 @@ class StateStore(Protocol):
         """
 
     async def delete(self, key: str, *, for_good: bool = False) -> bool:
-        """Deletes a record with its events. False: there is none. `for_good`: for a time, `create` knows of it."""
+        """Deletes a record with its events. False: there is none. `for_good`: `create` again fails for a time."""
 
     async def claim(self, key: str, holder: str) -> bool:
         """Claims an open record, or renews the claim. False: it is gone or not open, or another one has it."""

@@ -76,7 +76,10 @@ def test_every_path_is_documented() -> None:
     route = re.compile(r'web\.(get|post|delete)\("([^"]+)"')
     sources = [*(ROOT / "router_svc").rglob("*.py"), ROOT / "pdserve/net/admin.py"]
     found = {match for path in sources for match in route.findall(path.read_text(encoding="utf-8"))}
-    # Rows of the table of endpoints.
+    # Pages, and rows of the table of endpoints.
+    for path in ("/console", "/docs"):
+        assert f'StaticPage("{path}", ' in "".join(source.read_text(encoding="utf-8") for source in sources)
+        found |= {("get", path), ("get", f"{path}/"), ("get", f"{path}/{{name}}")}
     found |= {
         ("post", path) for path in re.findall(r'Endpoint\(name="(/[^"]+)"', read("router_svc/api/generations.py"))
     }

@@ -113,7 +113,7 @@ class _Call:
 async def _prefill(prompt: Any, placement: Any, ticket: Any, call: Any) -> None:
     """In place of the call to a prefill worker."""
     cluster: SagaCluster = prompt.cluster
-    prompt.journal.chose(WorkerChosen.of(placement))
+    prompt.journal.append(WorkerChosen.of(placement))
     if ticket.attempt != call.attempt or ticket.attempt != prompt.journal.record.attempt:
         raise Broken(f"a prefill worker gets the ticket of attempt {ticket.attempt} in attempt {call.attempt}")
     decision = await cluster.decide("committed", "prefill-lost", "prefill-lost-later", "prefill-fails")
@@ -129,7 +129,7 @@ async def _score(scoring: Any, placement: Any) -> list[TokenLogprobs]:
     """In place of the call to a prefill worker that scores the prompt."""
     prompt = scoring._prompt
     cluster: SagaCluster = prompt.cluster
-    prompt.journal.chose(WorkerChosen.of(placement, scores=True))
+    prompt.journal.append(WorkerChosen.of(placement, scores=True))
     cluster.new_scoring(prompt.journal.record.attempt)
     match await cluster.decide("scored", "prefill-lost", "prefill-drains", "prefill-fails"):
         case "scored":

@@ -18,7 +18,7 @@ from pdserve.peers.workers import Tier, WorkerLoad, WorkerRecord
 from router_svc.api.console.events import ConsoleEvents
 from router_svc.api.console.feed import Feed
 from router_svc.api.console.load import LoadHistory
-from router_svc.api.console.page import ConsolePage
+from router_svc.api.console.page import console_page
 from router_svc.api.console.state import ClusterState, Sources
 from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.models import ModelBackend, Models
@@ -226,7 +226,7 @@ async def serving(fake: FakeCluster, **options: Any) -> AsyncIterator[tuple[str,
     access = options.pop("access", Access())
     limits = {name: options.pop(name) for name in ("write_timeout_s", "max_age_s") if name in options}
     feed = Feed(fake.state(), **({"max_readers": 4, "interval_s": 0.05} | options))
-    groups = [fake.operator.routes(), ConsoleEvents(feed, **limits).routes(), ConsolePage().routes(), routes]
+    groups = [fake.operator.routes(), ConsoleEvents(feed, **limits).routes(), console_page().routes(), routes]
     app = make_app(groups, HttpRules(max_body_bytes=1024, access=access))
     app.on_shutdown.append(lambda _: _close(feed))
     listener = bound_socket("127.0.0.1", 0, flag="--port")

@@ -26,7 +26,7 @@ _LIMIT_S = 30.0
 
 @dataclass(eq=False, slots=True)
 class PretendInFlight:
-    """Implements `InFlight`."""
+    """Implements `LaunchedTransfer`."""
 
     payload: Buffer
     advance: Callable[[], None]

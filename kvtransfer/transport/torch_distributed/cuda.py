@@ -23,7 +23,7 @@ _PAIRS_PRIORITY = -1
 
 
 class CudaInFlight:
-    """Implements `InFlight`."""
+    """Implements `LaunchedTransfer`."""
 
     def __init__(self, stream: torch.cuda.Stream, *memory: Tensor) -> None:
         """Tracks what was launched on `stream`; `memory` is kept alive."""

@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import Store
 from kvtransfer.transport.base import Buffer
 
 
-class InFlight(Protocol):
+class LaunchedTransfer(Protocol):
     """A kernel or copy that was launched. Keeps its memory alive."""
 
     def ended(self) -> bool:
@@ -19,10 +19,10 @@ class InFlight(Protocol):
 class Communicator(Protocol):
     """A NCCL communicator of two ranks, created by the first transfer. Calls raise whatever errors torch has."""
 
-    def send(self, payload: Buffer) -> InFlight:
+    def send(self, payload: Buffer) -> LaunchedTransfer:
         """Launches a send. Blocks only while the communicator is created."""
 
-    def receive(self, payload: Buffer) -> InFlight:
+    def receive(self, payload: Buffer) -> LaunchedTransfer:
         """Launches a receive. Blocks only while the communicator is created."""
 
     def abort(self) -> None:
@@ -45,5 +45,5 @@ class Gpu(Protocol):
     def empty(self, num_bytes: int) -> Buffer:
         """Memory of the GPU. Raises: RuntimeError when there is none."""
 
-    def copy(self, source: Buffer, target: Buffer) -> InFlight:
+    def copy(self, source: Buffer, target: Buffer) -> LaunchedTransfer:
         """Launches a copy. Raises: RuntimeError."""

@@ -16,7 +16,7 @@ from threading import Event, Lock, Semaphore, Thread
 from torch._C._distributed_c10d import Store
 
 from kvtransfer.transport.base import Buffer
-from kvtransfer.transport.torch_distributed.gpu import Communicator, Gpu, InFlight
+from kvtransfer.transport.torch_distributed.gpu import Communicator, Gpu, LaunchedTransfer
 from kvtransfer.transport.torch_distributed.pair_link import (
     BROKEN_OFF,
     CONNECTOR_RANK,
@@ -75,7 +75,7 @@ class NcclLink:
         self._launching, self._ending = SerialThread(f"{name}-launch"), SerialThread(f"{name}-end")
         self._slots = Semaphore(_MAX_LAUNCHED)
         #: Launches a send or a receive, depending on the rank.
-        self._start: Callable[[Buffer], InFlight] | None = None
+        self._start: Callable[[Buffer], LaunchedTransfer] | None = None
         self._communicator: Communicator | None = None
         #: Held during calls into NCCL: an abort frees the communicator.
         self._calling = Lock()
@@ -168,7 +168,7 @@ class NcclLink:
             self._ending.submit(partial(self._end, transfer, payload, done, timeout_s))
 
     # Jobs of the ending thread.
-    def _end(self, transfer: InFlight, payload: Buffer, done: Future[Buffer], timeout_s: float) -> None:
+    def _end(self, transfer: LaunchedTransfer, payload: Buffer, done: Future[Buffer], timeout_s: float) -> None:
         try:
             self._wait_for(transfer, timeout_s)
         except Exception as error:  # noqa: BLE001 - as in `_form`
@@ -182,7 +182,7 @@ class NcclLink:
         else:
             done.set_result(payload)
 
-    def _wait_for(self, transfer: InFlight, timeout_s: float) -> None:
+    def _wait_for(self, transfer: LaunchedTransfer, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
         while not transfer.ended():
             if time.monotonic() > until and not self._broken:

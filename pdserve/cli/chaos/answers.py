@@ -16,7 +16,7 @@ class ErrorInStream(PdserveError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class AnswerEvent:
     """A server-sent event."""
 
     data: str
@@ -31,12 +31,12 @@ class Events:
         self._rest = b""
         self._id: str | None = None
 
-    def feed(self, data: bytes) -> list[Event]:
+    def feed(self, data: bytes) -> list[AnswerEvent]:
         """Adds bytes; returns the events that are now complete."""
         *blocks, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         return [event for block in blocks if (event := self._event(block.decode())) is not None]
 
-    def _event(self, block: str) -> Event | None:
+    def _event(self, block: str) -> AnswerEvent | None:
         data = []
         for line in block.split("\n"):
             name, _, value = line.partition(":")
@@ -44,7 +44,7 @@ class Events:
                 data.append(value.removeprefix(" "))
             elif name == "id":
                 self._id = value.removeprefix(" ")
-        return Event(data="\n".join(data), id=self._id) if data else None
+        return AnswerEvent(data="\n".join(data), id=self._id) if data else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class Answer:
         return bool(text or logprobs or choice.get("finish_reason"))
 
 
-def read_event(event: Event) -> Any:
+def read_event(event: AnswerEvent) -> Any:
     """The JSON of an event; None for the last one."""
     return None if event.data == "[DONE]" else json.loads(event.data)
 

@@ -12,7 +12,7 @@ from http import HTTPStatus
 import aiohttp
 
 from pdserve.base.errors import PdserveError
-from pdserve.cli.chaos.answers import Answer, ErrorInStream, Event, Events, read_event
+from pdserve.cli.chaos.answers import Answer, AnswerEvent, ErrorInStream, Events, read_event
 from pdserve.cli.chaos.outcome import COMPLETE, LEFT, Outcome
 from pdserve.cli.chaos.workload import Sending
 from pdserve.cli.router_client import error_message
@@ -207,7 +207,7 @@ class Clients:
             raise ErrorInStream("the stream ended before the answer did")
 
 
-def _take(reader: Reader, event: Event) -> None:
+def _take(reader: Reader, event: AnswerEvent) -> None:
     answer = reader.outcome.answer
     content = read_event(event)
     if content is None:

@@ -32,7 +32,7 @@ class Stage:
         return bundle[span_of(layers, self._group.num_layers, bundle.nbytes)]
 
     def tensor(self, slot: int, num_blocks: int, layers: slice) -> Tensor:
-        """The same bytes as a tensor of the rank's heads: [num_blocks, layers, 2, heads, block_size, head_dim]."""
+        """`message` as a tensor of the rank's heads: [num_blocks, layers, 2, heads, block_size, head_dim]."""
         group = self._group
         shape = (layers.stop - layers.start, 2, group.num_kv_heads, self._layout.block_size, group.head_dim)
         message = self.message(slot, num_blocks, layers)

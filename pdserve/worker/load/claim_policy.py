@@ -13,14 +13,14 @@ from pdserve.worker.config import WorkerConfig
 def num_to_claim(config: WorkerConfig, cores: Cores) -> int:
     """Number of cores that a worker claims: `--threads`, or an even share of the machine, rounded down.
 
-    Rounded down, so that every expected worker gets the same number, in any order of arrival. Cores that are left over
-    belong to nobody and are lent.
+    The share is rounded down, so that every expected worker gets the same number, in any order of arrival. Cores that
+    are left over belong to no worker and are lent.
     """
     return config.threads or max(1, len(cores.ids) // config.claim_workers)
 
 
 def choose_cores(free: Collection[int], cores: Sequence[int], count: int) -> tuple[int, ...]:
-    """At most `count` of the free ones: neighbours in `cores` if there are enough of them, else the first ones."""
+    """At most `count` of the free cores: neighbours in `cores` if there are enough of them, else the first ones."""
     candidates = [cpu for cpu in cores if cpu in free]
     for first in range(len(cores) - count + 1):
         neighbours = cores[first : first + count]
@@ -32,9 +32,9 @@ def choose_cores(free: Collection[int], cores: Sequence[int], count: int) -> tup
 def with_cores(config: WorkerConfig, own: Sequence[int], cores: Cores, core_leases: str) -> WorkerConfig:
     """The settings of a worker that holds the cores `own`.
 
-    It borrows any other core while nobody computes there; those that follow its own come first, as in `pdserve up`.
-    Without a core of its own it is one worker more than expected: it runs on all cores, with as many threads as would
-    be its share then, and the system divides the cores between the threads.
+    It borrows any other core while no worker computes there; the cores that follow its own come first, as in
+    `pdserve up`. A worker without a core of its own is one more than expected. It runs on all cores, with as many
+    threads as one worker more would have cores. The system divides the cores between the threads.
     """
     if not own:
         return replace(config, threads=config.threads or max(1, len(cores.ids) // (config.claim_workers + 1)))

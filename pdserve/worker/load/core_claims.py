@@ -18,7 +18,7 @@ from pdserve.worker.load.core_leases import LINE_BYTES, MAX_CPUS
 
 #: `struct flock`: type, whence, start, length, pid. The pid must be 0 for locks of an open file.
 _FLOCK = struct.Struct("hhqqi4x")
-#: Held while a worker looks for free cores, so that two of them do not each take some of the same.
+#: Offset of the lock that a worker holds while it looks for free cores: two at a time would each take some of them.
 _SEARCH_LOCK = MAX_CPUS * LINE_BYTES
 
 

@@ -44,7 +44,7 @@ class GpuClaims:
             os.close(looking)
 
     def _lock(self, gpu: int) -> bool:
-        # By its number in this process alone, one GPU could be two: containers may see different ones.
+        # The UUID names the GPU in all containers. In each of them, the same GPU may have another number.
         file = _open(self._directory / f"gpu-{torch.cuda.get_device_properties(gpu).uuid}")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

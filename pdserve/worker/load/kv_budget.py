@@ -28,7 +28,7 @@ class KvRequest:
     max_model_len: int | None = None
     #: Tokens of the longest sequence that the model supports.
     model_limit: int
-    #: Those that it gets without a setting; None: as many.
+    #: Tokens of the longest sequence without a setting; None: `model_limit`.
     model_default: int | None = None
 
 

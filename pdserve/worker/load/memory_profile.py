@@ -194,7 +194,7 @@ def _largest_batches(layout: KvLayout, steps: LargestSteps, longest: int) -> lis
 def _rows_of_block_0(layout: KvLayout, lengths: list[int], *, num_blocks: int = 0, num_logits: int = 0) -> Batch:
     """Sequences of these lengths whose tokens are all new.
 
-    `num_blocks`: minimum width of the block tables. `num_logits`: logits of the last rows; 0: of each sequence's last.
+    `num_blocks`: minimum width of the block tables. `num_logits`: number of last rows with logits; 0: one per sequence.
     """
     positions = torch.cat([torch.arange(length) for length in lengths])
     starts = torch.tensor([0, *lengths]).cumsum(0)

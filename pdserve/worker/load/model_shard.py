@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-#: Prompts of which one step can compute the last token, as far as memory is set aside for that.
+#: Number of prompts whose last tokens one step can compute, as far as memory is set aside for their logits.
 _MAX_PROMPTS = 64
 
 #: Reduces the budgets of all ranks to the one that is possible on each.
@@ -86,7 +86,7 @@ class LoadPlan:
         )
 
     def layout(self, max_model_len: int | None) -> KvLayout:
-        """Layout of blocks with all heads. It names the length served, by which some models rotate."""
+        """Layout of blocks with all heads. Where rotations depend on the served length, it names that length."""
         # Rounded weights make another model, whose blocks must not be mixed with those of the original. The same holds
         # for blocks of an fp8 cache that were computed with other activations, or have other scales.
         config, model = self.config, self.model
@@ -168,7 +168,7 @@ def _rank_scales(scales: Tensor, ranks: Ranks) -> Tensor:
 
 
 def open_sampler(decoder: Decoder) -> Sampler | CpuSampler | DeviceSampler:
-    """A sampler that runs where the decoder's logits are, on its threads if it has any."""
+    """A sampler that runs where the decoder's logits are, on the decoder's threads if it has any."""
     if decoder.device.type == "cpu":
         return Sampler() if decoder.row_sampler is None else CpuSampler(decoder.row_sampler)
     # Imported on use: Triton takes a second.
@@ -210,7 +210,7 @@ def _load_on_gpu(plan: LoadPlan, group_bytes: int) -> tuple[Decoder, KvBudget]:
         staging_bytes=config.staging_memory if config.handover_memory == "device" else 0,
     )
     budget = plan.agree(budget)
-    # Made again: the length that can be served may have become shorter.
+    # The decoder is made again: the length that can be served may have become shorter.
     decoder = make_decoder(model, weights, max_model_len=budget.max_model_len, kernels=options, ranks=ranks)
     return decoder, budget
 

@@ -38,7 +38,7 @@ class NumericsClass:
 
 
 def numerics_class(config: WorkerConfig, kernels: KernelChoice, kv_dtype: str) -> NumericsClass:
-    """All on which a worker's bits depend, from what it really runs."""
+    """The numerics class of a worker, from the kernels and the device that it really uses."""
     device = config.device
     if device.startswith("cuda"):
         major, minor = torch.cuda.get_device_capability()

@@ -37,9 +37,9 @@ from pdserve.worker.ranks.startup import RankSetup, SetupReply, SetupState, rece
 
 log = logs.get_logger(__name__)
 
-#: Events of the latest layers: about as many as the layers of the two steps that may be in flight.
+#: Number of events that are kept: about one for each layer of the two steps that may be in flight.
 _KEPT_EVENTS = 256
-#: Time from the end of the worker until a rank that has not noticed is ended.
+#: Time after the end of the worker at which a rank that has not noticed it is ended.
 _END_S = 3.0
 
 
@@ -66,7 +66,7 @@ class LaunchProgress:
             self._changed.notify_all()
 
     def wait_for(self, position: StepPosition) -> None:
-        """Returns when steps have been computed up to `position`. Rank 0 is there or nearly, so the wait is short."""
+        """Returns when steps have been computed up to `position`. Rank 0 has almost reached it: the wait is short."""
         with self._changed:
             self._changed.wait_for(lambda: self._launched >= position)
             # An event that is no longer kept precedes the oldest one that is.

@@ -25,7 +25,7 @@ from pdserve.model.batch import TENSORS, Batch
 _HEADER = 3
 HEADER_BYTES = 8 * _HEADER
 _SHAPE = 5
-#: Bits of the last of these numbers.
+#: Flags, as bits of the last of the `_SHAPE` numbers.
 _REPORTS_LAYERS, _HIDDEN_ONLY = 1, 2
 #: `StepPosition.num_layers` of a whole step.
 ALL_LAYERS = 1 << 30
@@ -94,7 +94,7 @@ class RankMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRequest:
-    """Layers of bundles to copy, and each bundle's first slot. They may be touched once steps are at `after`."""
+    """Layers of bundles to copy, and each bundle's first slot. The copy may start once steps have reached `after`."""
 
     bundles: Sequence[Bundle]
     slots: Sequence[int]

@@ -34,7 +34,7 @@ class FormedGroup(NamedTuple):
 def form_group(rendezvous: Path, rank: int, size: int, device: torch.device) -> FormedGroup:
     """Joins the other ranks, which are known to be running, through a file. Raises `RanksUnreachable`.
 
-    Not torch's default group, of which a process can have only one.
+    The result is not torch's default group, of which a process can have only one.
     """
     store = c10d.FileStore(str(rendezvous), size)
     store.set_timeout(_FORMING_TIMEOUT)

@@ -24,7 +24,7 @@ from pdserve.worker.ranks.startup import RankSetup, SetupReply, SetupState, rece
 log = get_logger(__name__)
 
 FOLLOWER_MODULE = "pdserve.worker.ranks.follower"
-#: Followers end when their sockets are closed. One that has not ended by then is killed.
+#: Followers end when their sockets are closed. A follower that has not ended after this time is killed.
 END_S = 10.0
 #: A follower that knows why start-up failed says so within this time.
 REASON_S = 2.0
@@ -69,7 +69,7 @@ class RankProcess:
         assert reply.state is state
 
     def complaint(self, deadline: float) -> str | None:
-        """The error it reports until `deadline` (`time.monotonic`, seconds), unless another rank's caused it."""
+        """The error reported by `deadline` (`time.monotonic`, seconds), unless another rank's error caused it."""
         try:
             # A timeout of zero would mean non-blocking.
             line = receive_line(self.copies, timeout_s=max(0.001, deadline - time.monotonic()))
@@ -97,7 +97,7 @@ class RankProcess:
             assert reply == reply_to(request), f"{self} replied to another request"
 
     def end(self, deadline: float) -> int:
-        """Waits for its end and returns its exit code; kills it at `deadline` (`time.monotonic`, seconds)."""
+        """Waits until the process ends; kills it at `deadline` (`time.monotonic`, seconds). Returns its exit code."""
         try:
             return self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -106,7 +106,7 @@ class RankProcess:
             return self.process.wait()
 
     def close(self) -> None:
-        """Closes its sockets, on which it ends."""
+        """Closes the sockets, on which the follower ends."""
         self.steps.close()
         if self._streams is not None:
             self._streams[1].transport.abort()
@@ -117,7 +117,7 @@ class RankProcesses:
     """All other ranks of a worker. Implements `pdserve.worker.ranks.rank0.Followers`."""
 
     def __init__(self, config: WorkerConfig, stage: int, rendezvous: Path, on_lost: Callable[[PeerLost], None]) -> None:
-        """Starts them. `on_lost` is called, on a thread of its own, when one ends unexpectedly."""
+        """Starts the other ranks. `on_lost` is called, on a thread of its own, when one of them ends unexpectedly."""
         self._on_lost = on_lost
         self._closing = False
         self._lost: PeerLost | None = None
@@ -136,7 +136,7 @@ class RankProcesses:
         with selectors.DefaultSelector() as selector:
             for follower in self._all:
                 selector.register(follower.copies, selectors.EVENT_READ, follower)
-            # Not one after the other: on GPUs, the others wait forever for one that has failed.
+            # Replies are not read rank after rank: on GPUs, the other ranks wait forever for a rank that has failed.
             while selector.get_map():
                 for key, _ in selector.select():
                     selector.unregister(key.fileobj)
@@ -151,12 +151,12 @@ class RankProcesses:
         return None
 
     def check(self) -> None:
-        """Raises `PeerLost` as soon as one is known to have ended."""
+        """Raises `PeerLost` as soon as a follower is known to have ended."""
         if self._lost is not None:
             raise self._lost
 
     def were_ended(self) -> bool:
-        """Whether one was ended from outside, so that the failure of others is a consequence. Blocks, perhaps for 2 s.
+        """Whether a follower was ended from outside, so that others failed because of that. Blocks, perhaps for 2 s.
 
         To be called after a rank has failed. An exception on one rank ends the others with exceptions, too.
         """
@@ -176,7 +176,7 @@ class RankProcesses:
                 raise outcome
 
     def close(self) -> None:
-        """Ends them. The last step and the last copy must have ended."""
+        """Ends the followers. The last step and the last copy must have ended."""
         self._closing = True
         for follower in self._all:
             follower.close()
@@ -190,6 +190,6 @@ class RankProcesses:
             return
         log.error("rank_lost", rank=follower.rank, exit_code=code)
         error = PeerLost(f"{follower} of this worker ended with exit code {code}")
-        # Before `on_lost`, which may let a step end whose result is garbage.
+        # The error is set before `on_lost` is called, which may let a step end whose result is garbage.
         self._lost = error
         self._on_lost(error)

@@ -107,7 +107,7 @@ class RankGroup:
         if self._shard is not None:
             self._shard.close()
         if self._device.type == "cuda" and self._group is not None and self._lost is None:
-            # Not left to the end of the interpreter, which would wait for it without a limit.
+            # The group is not left to the end of the interpreter, which would wait for it without a limit.
             ending = threading.Thread(target=self._group.abort, name="end-of-ranks", daemon=True)
             ending.start()
             ending.join(GROUP_END_S)
@@ -122,8 +122,8 @@ class RankGroup:
         self._on_lost(error)
         if self._device.type != "cuda":
             return  # Gloo notices that the connection has ended.
-        # A thread that waits on the GPU for the lost rank would wait forever. Aborting may take as long while there are
-        # CUDA graphs, and a group that is still being formed cannot be aborted.
+        # A thread that waits on the GPU for the lost rank would wait forever. Aborting the group may also take forever
+        # while there are CUDA graphs, and a group that is still being formed cannot be aborted.
         timer = threading.Timer(END_S, os._exit, (1,))
         timer.daemon = True
         timer.start()

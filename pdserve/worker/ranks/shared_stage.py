@@ -26,7 +26,7 @@ def make_stage(size: int) -> int:
 
 
 def map_stage(stage: int, size: int, device: torch.device) -> Tensor:
-    """Its first `size` bytes, uint8, pinned if `device` is a GPU. Raises `SetupError`."""
+    """The first `size` bytes of the stage, uint8, pinned if `device` is a GPU. Raises `SetupError`."""
     try:
         memory = torch.frombuffer(mmap.mmap(stage, size), dtype=torch.uint8)
     except (OSError, ValueError) as error:

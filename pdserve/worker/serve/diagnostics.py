@@ -171,7 +171,7 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
         return pb.RebalanceResponse(requests=await self.rebalance(request.num_sequences))
 
     async def _send(self, blocks: ProbeBlocks, ticket: Ticket, request_id: RequestId) -> pb.SendProbeResponse:
-        """Sends over a connection of its own: whatever happens to it, those of prompts stay."""
+        """Sends over a connection of its own: whatever happens to it, the connections of prompts stay."""
         worker, paths = self._worker, list[TransportPath | None]()
         sender = Sender(
             transport=worker.transport,

@@ -33,7 +33,7 @@ async def reporting_fatal_signals(on_fatal: Callable[[], Awaitable[None]]) -> As
     noting: list[asyncio.Task[None]] = []
 
     def read_report() -> None:
-        # At once: while the byte is there, the loop calls this again, and a second read would stop it.
+        # The byte is read at once: while it is there, the loop calls this again, and a second read would block.
         [number] = os.read(reports, 1)
         noting.append(loop.create_task(_note(number, answer, on_fatal)))
 

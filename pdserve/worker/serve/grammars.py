@@ -16,7 +16,7 @@ from pdserve.model.tokenizer_file import read_tokenizer
 
 log = get_logger(__name__)
 
-#: Grammars that are kept, those used last.
+#: Maximum number of grammars that are kept: those used last.
 _MAX_KEPT = 64
 
 
@@ -71,7 +71,8 @@ class Grammars:
         reading = self._kept.get(grammar)
         if reading is None:
             reading = asyncio.get_running_loop().run_in_executor(self._thread, self._read, grammar)
-            reading.add_done_callback(lambda read: read.cancelled() or read.exception())  # Others may wait no longer.
+            # Retrieves the error, which asyncio would log if no request waited for it any more.
+            reading.add_done_callback(lambda read: read.cancelled() or read.exception())
             self._kept[grammar] = reading
             if len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)

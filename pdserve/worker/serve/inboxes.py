@@ -17,7 +17,7 @@ Event = TypeVar("Event")
 Kind = TypeVar("Kind")
 Result = TypeVar("Result")
 
-#: Time after which a wait for an older attempt is reported, again and again.
+#: Interval of reporting that an older attempt is waited for.
 _MEANWHILE_S = 1.0
 
 
@@ -73,7 +73,7 @@ class Inbox(Generic[Event]):
     async def unless_failed(self, work: Awaitable[Result]) -> Result:
         """The result of `work`. A `Failed` that comes first, or has come already, cancels it and raises its error.
 
-        For waits in a handler that others may prolong: whoever waits for the end of the request waits no longer.
+        A handler uses it for waits that others may prolong, so that the end of its request does not wait for them.
         """
         limit = asyncio.timeout_at(None if self._failure is None else 0)
         try:
@@ -98,12 +98,12 @@ class Inboxes(Generic[Event]):
     """All inboxes of a worker, by request id. Belongs to the event loop."""
 
     def __init__(self, on_stale: Callable[[str, StaleAttempt], None] = lambda kind, error: None) -> None:
-        """`on_stale` is called with each "start" of an attempt that comes too late, and each "event" of one."""
+        """`on_stale` is called with "start" for an attempt that is too late, "event" for an event of another one."""
         self._on_stale = on_stale
         self._inboxes: dict[RequestId, Inbox[Event]] = {}
 
     def put(self, request_id: RequestId, attempt: int, event: Event | Failed) -> None:
-        """Delivers an event of this attempt. One for a request that has left, or for another attempt, is dropped."""
+        """Delivers an event to this attempt. Drops events for a request that has left, or for another attempt."""
         inbox = self._inboxes.get(request_id)
         if inbox is None:
             return
@@ -126,11 +126,11 @@ class Inboxes(Generic[Event]):
     ) -> AsyncIterator[Inbox[Event]]:
         """The request's inbox until the block ends. An older attempt is ended first, and awaited.
 
-        `meanwhile` is called for each second of that: the router learns that this worker lives.
+        `meanwhile` is called for each second of this wait, so that the router learns that this worker lives.
 
-        Its handler sees that between two events, and at once in `unless_failed`. A handler has nothing else to wait for
-        but a step, the end of a transfer, and a peer that takes a message: the first ends with the process at
-        `--stall-timeout-s`, the second with its lease, and the third when the peer's host counts as dead.
+        The older attempt's handler sees its end between two events, and at once in `unless_failed`. Otherwise a handler
+        waits only for a step, for the end of a transfer, or for a peer that takes a message. A step ends at the latest
+        with the process at `--stall-timeout-s`, a transfer with its lease, the wait for a peer when its host is dead.
 
         Raises: StaleAttempt when the attempt here is the same or a newer one.
         """

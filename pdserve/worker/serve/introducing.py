@@ -25,7 +25,7 @@ from pdserve.worker.serve.worker import Worker
 async def introduce(
     worker: Worker, channel: grpc.aio.Channel, ticket: Ticket, introduction: Introduction
 ) -> tuple[Connection, ...]:
-    """Sends an introduction to the worker that granted the ticket. Returns the unknown connections that it has opened.
+    """Introduces this worker to the one that granted the ticket. Returns the unknown connections which that one opened.
 
     Raises: PeerRefused unless both workers are of this cluster; PeerLost.
     """
@@ -34,7 +34,7 @@ async def introduce(
     with mapped_rpc_errors(f"decode worker {ticket.worker_id}"):
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
         answer: decode_pb2.IntroduceResponse = await stub.Introduce(sealed, timeout=ticket.lease_s)
-    # A process that took the address over after the worker's end knows no answer.
+    # A process that took over the address of a worker that has ended cannot seal an answer.
     answer = worker.seals.open(Purpose.INTRODUCED, request.nonce, answer, once=False)
     return connections_from_proto(answer.known)
 
@@ -45,5 +45,5 @@ async def answer(worker: Worker, request: decode_pb2.IntroduceRequest) -> decode
     introduction = introduction_from_proto(request)
     if not isinstance(worker.transport, GuardedTransport):
         raise RequestError(f"Transport {worker.transport.name} takes no introductions.")
-    known = answer_to_proto(await answered(introduction, worker.transport.door))
+    known = answer_to_proto(await answered(introduction, worker.transport.guard))
     return worker.seals.seal(Purpose.INTRODUCED, request.nonce, known, once=False)

@@ -18,7 +18,7 @@ from pdserve.base.errors import SetupError, StoreError
 from pdserve.redis.store import Store, as_bytes
 
 EXIT_KEY = "exit:"
-#: How long after its process a note is of interest. Supervisors that wait before a restart wait for less.
+#: Time after the end of a process for which its note is kept. Supervisors wait for less before a restart.
 _TTL_S = 900
 #: A note is written again at this interval, so that it survives its TTL and a Redis that lost its data.
 _REPEAT_S = 60.0

@@ -16,7 +16,7 @@ DRAINED = "drained by an operator"
 
 
 class ManualDrain:
-    """Belongs to the event loop. SIGTERM has the last word: a worker that shuts down is not taken back."""
+    """Belongs to the event loop. A worker that shuts down after SIGTERM is not taken back into service."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ManualDrain:
         return self._health.not_ready == DRAINED
 
     async def start(self) -> None:
-        """No request comes any more, and all that are here are asked to leave at once. No effect while it holds.
+        """Refuses new requests, and drains the service without a time limit. No effect on a worker that is drained.
 
         Raises: Draining when the worker shuts down.
         """
@@ -53,7 +53,7 @@ class ManualDrain:
         await self._publish()
 
     async def undo(self) -> None:
-        """The worker serves again. No effect on one that does. Raises: Draining when the worker shuts down."""
+        """The worker serves again. No effect on a worker that serves. Raises: Draining when the worker shuts down."""
         self._require_serving()
         if not self.is_drained:
             return

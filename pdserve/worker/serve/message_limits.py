@@ -20,6 +20,6 @@ def max_start_bytes(model: LoadedModel) -> int:
 
 
 def max_call_bytes(model: LoadedModel) -> int:
-    """Bytes of a gRPC message: such a request, or a commit with a digest for each layer of each block."""
+    """Bytes of a gRPC message: the longest request, or a commit with a digest for each layer of each block."""
     num_blocks = -(-model.limits.max_model_len // model.layout.block_size)
     return max_start_bytes(model) + _BYTES_PER_DIGEST * num_blocks * model.layout.num_layers

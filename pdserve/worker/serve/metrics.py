@@ -44,7 +44,7 @@ _STALE_MESSAGES = {"prefill": ("start", "event"), "decode": ("start", "event", "
 _STALE_REASONS = tuple(map(reason_of_class, (StaleError, StaleAttempt, StaleEpoch)))
 #: Who changes roles: an operator, or the policy of routers.
 ROLE_REASONS = ("operator", "policy")
-#: Share of a transfer's messages.
+#: Share of a transfer's messages that had arrived when its lease ended.
 _ARRIVED = ("nothing", "some", "all")
 
 _STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -265,7 +265,7 @@ class WorkerMetrics:
         self._replications.labels(**self._labels, outcome=outcome).inc()
 
     def stale(self, message: str, error: PdserveError) -> None:
-        """A message was refused with this error, and counts if that is because it is stale."""
+        """Counts a message that was refused with this error, if the error says that it is stale."""
         if isinstance(error, StaleError):
             self.stale_messages.labels(**self._labels, message=message, reason=reason_of(error)).inc()
 

@@ -96,7 +96,7 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
 
 @asynccontextmanager
 async def _exit_note(config: WorkerConfig, store: Store, metrics: WorkerMetrics) -> AsyncIterator[ExitNote | None]:
-    """Exposes how this worker ended last, and notes how it ends now. Yields None for one without an id of its own."""
+    """Exposes how this worker ended last, and notes how it ends now. Yields None without --worker-id."""
     if not config.worker_id:
         yield None
         return
@@ -173,9 +173,9 @@ async def _publish_readiness(health: Health, grpc_health: GrpcHealth, registrar:
 
 
 def _keeps_strangers_out(config: WorkerConfig, seals: Seals, tls: PeerTls | None) -> bool:
-    """Whether UCX is guarded: peers can prove who they are and have to, and the kernel allows it.
+    """Whether UCX is guarded: peers have to prove who they are, and the kernel allows filters.
 
-    Raises: SetupError when it does not, and the guard is required.
+    Raises: SetupError when the kernel refuses filters, and the guard is required.
     """
     has_peers_known = tls is not None or (seals.secret is not None and not seals.accepts_strangers)
     if config.transport != "ucx" or config.guard_transport == "off" or not has_peers_known:
@@ -240,7 +240,7 @@ async def _served(
 
 
 async def _noting_death(worker: Worker, store: Store, work: Coroutine[object, object, None]) -> None:
-    """Runs `work`. If the worker fails by itself, routers can read so before they lose their connections to it."""
+    """Runs `work`. If the worker fails by itself, routers can read that in Redis before they lose their connections."""
 
     async def note() -> None:
         await note_death(store, worker.worker_id, worker.epoch, worker.step_loop.requests)
@@ -278,7 +278,7 @@ async def _drain(worker: Worker, service: TierService, fatal: asyncio.Future[Bas
             await _unless_fatal(worker.calls.wait_idle(), fatal, health)
     except TimeoutError:
         log.warning("drain_timeout", cancelled=worker.calls.count)
-        # Routers place these requests elsewhere. Without a word, they would take this for a loss.
+        # Routers place these requests elsewhere. Without this error, they would count the worker as lost.
         service.give_up(Draining("The worker is shutting down. Retry on another one."))
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):

@@ -32,7 +32,7 @@ class RoleChange:
         return sum(self._worker.calls.count_of(tier) for tier in get_args(Tier) if tier != self._worker.tier)
 
     async def change(self, role: str, reason: str) -> None:
-        """Requests of `role` are accepted when this returns, those of the former one no more. No effect in that role.
+        """When this returns, only requests of `role` are accepted. No effect on a worker that has this role already.
 
         Raises: RequestError for a worker with one role for life, Draining for one that is not ready.
         """

@@ -47,8 +47,8 @@ async def watch_stalls(
 
     Reports to the supervisor that the worker makes progress, until it is stalled.
 
-    It starts after warm-up, since loading and compiling may take any time. A step that ends after all makes the worker
-    ready again.
+    To be started after warm-up, since loading and compiling may take any time. When a step that hung ends after all,
+    the worker is ready again.
     """
     while True:
         was_ready = health.is_ready

@@ -20,7 +20,7 @@ from pdserve.worker.serve.metrics import WorkerMetrics
 
 log = get_logger(__name__)
 
-#: Peers whose paths are remembered and have a series each. Beyond that the longest unused one is forgotten.
+#: Maximum number of peers whose paths are remembered, with a series each. The longest unused peer is forgotten first.
 MAX_PEERS = 64
 #: Interval of looking for connections that have ended.
 _SWEEP_S = 2.0
@@ -94,7 +94,7 @@ class TransportPaths:
         return TransportReport(paths=dict(sorted(counts.items())), degraded=self._reason())
 
     def path_to(self, ticket: Ticket, peer: Peer) -> TransportPath | None:
-        """The path of one connection, for a look that changes nothing; None when it is unknown."""
+        """The path of one connection; None when it is unknown. Changes nothing."""
         own, other = self.own_endpoint(), ticket.data_endpoint
         if own is None or other is None or not isinstance(self._transport, LaneReporter):
             return None

@@ -81,7 +81,7 @@ class TierService(Protocol):
         """
 
     def drain(self, within_s: float) -> None:
-        """No request comes any more. What has not begun is handed back; the rest should end within that time."""
+        """No request comes any more. Hands back requests that have not started; others should end within that time."""
 
     def stay(self) -> None:
         """Takes back `drain`: requests come again, and none has to leave."""
@@ -89,7 +89,7 @@ class TierService(Protocol):
     async def rebalance(self, num_sequences: int) -> int:
         """Asks requests with at most so many sequences to move to other workers. Returns how many requests.
 
-        Raises: RequestError where none can.
+        Raises: RequestError in a tier whose requests cannot move.
         """
 
     def take_role(self, tier: Tier) -> None:
@@ -118,7 +118,7 @@ class Worker:
     transport: Transport
     metrics: WorkerMetrics
     tasks: ServiceGroup
-    #: What this worker sends to others and takes from them.
+    #: Seals messages to other processes, and opens messages from them.
     seals: Seals = field(default_factory=Seals)
     #: Certificates for connections to and from others; None: no TLS.
     tls: PeerTls | None = None
@@ -133,7 +133,7 @@ class Worker:
     blocks: BlockMemory = field(init=False)
     #: The paths of blocks to other workers.
     paths: TransportPaths = field(init=False)
-    #: Those of its requests.
+    #: The grammars of its requests.
     grammars: Grammars = field(init=False)
     _scheduler: Scheduler | None = None
     _loop: StepLoop | None = None
@@ -175,10 +175,10 @@ class Worker:
     async def run(self, fn: Callable[[], T], *, ends: RequestId | None = None) -> T:
         """Runs `fn` on the step thread between two steps. It has run when this returns, or raises a cancellation.
 
-        `ends`: the request that it ends; a step that computes nothing else is not completed first.
+        `ends`: the request that `fn` ends; a step that computes no other request is not completed first.
 
-        So a request is not gone from the event loop, however often its task is cancelled, while a running step may
-        still report for it: the next attempt of the request would get these reports.
+        A task that is cancelled therefore waits here while a running step may still report for its request. Otherwise
+        the next attempt of the request would get these reports.
         """
         try:
             return await run_to_completion(asyncio.wrap_future(self.post(fn, ends=ends)))
@@ -188,9 +188,9 @@ class Worker:
 
     @asynccontextmanager
     async def holding(self, take: Callable[[], T], let_go: Callable[[T], None]) -> AsyncIterator[T]:
-        """Yields what `take` returns on the step thread; `let_go` gets it there when the block ends.
+        """Yields what `take` returns on the step thread, and passes it to `let_go` there when the block ends.
 
-        Also when the caller is cancelled while `take` runs, which has taken by then. Not when `take` raises.
+        `let_go` is also called when the caller is cancelled while `take` runs, but not when `take` raises.
         """
         taken: list[T] = []
         try:
@@ -276,7 +276,7 @@ class Worker:
         return config if leases is None else replace(config, on_busy=leases.set_busy)
 
     def kv_use(self) -> KvUse:
-        """What decides when the KV cache is populated. Called, and its functions too, from `computing` on."""
+        """What decides when the KV cache is populated. Neither this nor its functions are called before `computing`."""
         leases, loop, calls = self.model.core_leases, self.step_loop, self.calls
         return KvUse(
             is_busy=lambda: calls.count > 0 or loop.is_awake or (leases is not None and leases.is_any_busy()),

@@ -40,7 +40,7 @@ class ContentWriter:
         self._rules = rules
         #: Number of the next block.
         self._index = 0
-        #: What is open, and its signature where it is thinking.
+        #: The block that is open, and its signature if it is thinking.
         self._open: BlockAnswer | None = None
         self._signature: Signature | None = None
 
@@ -83,7 +83,7 @@ class ContentWriter:
             self._add({"type": "thinking_delta", "thinking": text}, made)
 
     def _enter(self, block: BlockAnswer, made: list[BlockEvent]) -> bool:
-        """Opens the block, unless one of its kind is open. Whether it did."""
+        """Opens the block, unless one of its kind is open. Returns whether it did."""
         if self._open is not None and self._open["type"] == block["type"]:
             return False
         self._close(made)

@@ -102,7 +102,7 @@ def _add_user(turns: list[_Turn], message: UserMessage) -> None:
     for block in message.content:
         if isinstance(block, ToolResultBlock):
             text = "\n".join(each.text for each in block.content or ())
-            # The only way in which templates can show it.
+            # Templates can show an error in no other way.
             shown = f"Error: {text}" if block.is_error else text
             turns.append(_Turn("tool", [shown], result_of=block.tool_use_id.removeprefix(CALL_PREFIX)))
         else:

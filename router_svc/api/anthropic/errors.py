@@ -14,9 +14,9 @@ from router_svc.api.json_pieces import to_json
 from router_svc.api.openai.errors import error_headers
 from router_svc.records.record_json import Json
 
-#: No HTTP status, but the one of which Anthropic's clients know that the server has no capacity at present.
+#: Not a status of HTTP. Anthropic's clients know that it means a server without capacity at present.
 OVERLOADED_STATUS = 529
-#: That of missing capacity in other APIs.
+#: Status of missing capacity in other APIs.
 CAPACITY_STATUS = 503
 ERROR_TYPES: Mapping[int, str] = {
     401: "authentication_error",

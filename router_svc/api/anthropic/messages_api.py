@@ -70,7 +70,7 @@ async def _message_request(body: MessagesBody, factory: GenerationFactory) -> Ge
     """The generation of a message, which has fewer tokens than requested if the context ends before."""
     chat = body.chat
     if chat.thinking_token_budget is not None and not can_bound_thinking(factory.model.messages):
-        # Clients send it to every model.
+        # Clients send a budget to every model.
         chat = chat.model_copy(update={"thinking_token_budget": None})
         factory.ignored_fields.append(THINKING_BUDGET)
     with in_own_words():

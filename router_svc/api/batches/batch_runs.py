@@ -1,7 +1,7 @@
 """Batches that run: on the router that has claimed one, and on another one when that is lost.
 
-A router that goes on with a batch runs the requests that have no result yet. One that ran when its router was lost runs
-again, with the same tokens if it has a seed.
+A router that goes on with a batch runs the requests that have no result yet. Those that ran when a router was lost run
+again, with the same tokens if they have a seed.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class BatchRuns:
         except BaseException:
             self._rows.release()
             raise
-        # Not by the task itself: one that is cancelled before its first turn runs nothing.
+        # The task does not release the row itself: a task that is cancelled before its first turn runs nothing.
         task.add_done_callback(lambda _: self._rows.release())
         return task
 

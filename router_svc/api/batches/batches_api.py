@@ -52,7 +52,7 @@ class BatchesApi:
     """The endpoints of batches."""
 
     def __init__(self, backend: BatchesBackend | None, cancels: Cancels, intake: Intake) -> None:
-        """`backend` None: none are stored, which is what every answer says."""
+        """`backend` None: no batches are stored, and every answer says so."""
         self._backend_or_none = backend
         self._cancels = cancels
         self._intake = intake

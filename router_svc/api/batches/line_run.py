@@ -88,7 +88,7 @@ _RESPONSE = GeneratingEndpoint(
     make=_response,
     formatter=lambda responder: ResponsesApi(responder).formatters()[RESPONSES.name],
 )
-#: What lines may ask for, by its URL.
+#: Endpoints that lines may name, by URL.
 _ENDPOINTS: Mapping[str, GeneratingEndpoint[Any]] = {
     row.endpoint.name: row for row in (COMPLETION, CHAT_COMPLETION, _RESPONSE)
 }

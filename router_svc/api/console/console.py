@@ -7,7 +7,7 @@ from aiohttp import web
 from router_svc.api.console.events import ConsoleEvents
 from router_svc.api.console.feed import Feed
 from router_svc.api.console.load import LoadHistory
-from router_svc.api.console.page import ConsolePage
+from router_svc.api.console.page import console_page
 from router_svc.api.console.state import ClusterState, Sources
 
 #: Samples of the load that are kept: one per 5 s, hence the last ten minutes.
@@ -23,7 +23,7 @@ class Console:
     def routes(self) -> list[web.RouteDef]:
         """The endpoints for the application."""
         # The stream's path comes first: the page's matches it, too.
-        return [*ConsoleEvents(self.feed).routes(), *ConsolePage().routes()]
+        return [*ConsoleEvents(self.feed).routes(), *console_page().routes()]
 
     async def run(self) -> None:
         """Follows the cluster until cancelled."""

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from pdserve.base.logs import get_logger
 from router_svc.api.console.feed import Feed
-from router_svc.api.console.page import SECURITY_HEADERS
+from router_svc.api.static_page import SECURITY_HEADERS
 
 log = get_logger(__name__)
 

@@ -81,7 +81,7 @@ class Feed:
             )
         self.num_readers += 1
         if self.num_readers == 1:
-            # The last update is as old as the last reader.
+            # Without readers there were no updates: the last one may be old.
             self._advance(None)
         try:
             yield

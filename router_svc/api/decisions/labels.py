@@ -103,7 +103,7 @@ class _Answers:
         self._start_ids = tokenizer.encode(start, False)
 
     def first_tokens(self, texts: tuple[str, ...]) -> list[int]:
-        """The first tokens of texts, of which those are left out that change the tokens of the prompt."""
+        """The first tokens of texts, without texts that change the tokens of the prompt."""
         return [tokens[0] for text in texts if (tokens := self._tokens(text))]
 
     def labels(self, texts: Iterator[str], limit: int) -> Iterator[Label]:

@@ -30,7 +30,7 @@ class FilesApi:
     """The endpoints of files."""
 
     def __init__(self, files: StoredFiles | None, intake: Intake, *, max_bytes: int) -> None:
-        """`files` None: none are stored, which is what every answer says. `max_bytes` of one file."""
+        """`files` None: no files are stored, and every answer says so. `max_bytes`: of one file."""
         self._files_or_none = files
         self._intake = intake
         self._max_bytes = max_bytes

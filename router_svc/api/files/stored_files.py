@@ -36,7 +36,7 @@ class StoredFiles:
     async def create_of(
         self, content: Content, tenant: str, file_id: str, *, filename: str, purpose: str
     ) -> FileRecord:
-        """Stores the record of a file whose chunks are stored; again, if it is there. Raises `StoreError`."""
+        """Stores the record of a file whose chunks are stored, or replaces it. Raises `StoreError`."""
         now = int(time.time())
         record = FileRecord(
             id=file_id,

@@ -16,7 +16,7 @@ from router_svc.api.openai.messages import MAX_CALLS, MAX_MESSAGES, ChatMessage
 from router_svc.api.openai.read_message import call_digest
 from router_svc.api.openai.tools import MAX_TOOLS, CalledFunction, Function, Tool, ToolCall, ToolName
 
-#: As long as some templates want them.
+#: Characters of a call's id. Some templates want ids of this length.
 _ID_CHARACTERS = 9
 _Name = Annotated[str, MaxLen(MAX_NAME_CHARACTERS)]
 

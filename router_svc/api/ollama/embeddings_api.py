@@ -24,7 +24,7 @@ from router_svc.request.open_requests import OpenRequest
 
 _EMBED = Endpoint(name="/api/embed", prompt_param="input")
 _EMBEDDINGS = Endpoint(name="/api/embeddings", prompt_param="prompt")
-#: Answers of this API have no id: that of the request is in a header.
+#: Answers of this API have no id. The request's id is in a header.
 _NO_PREFIX = ""
 
 

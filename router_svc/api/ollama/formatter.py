@@ -1,6 +1,6 @@
 """The format of answers: lines of JSON, or one object.
 
-A client may split lines wherever Unicode has a line break, as Ollama's own does, so that none of these is left in one.
+A client may split lines wherever Unicode has a line break, as Ollama's own does. So no line contains such a character.
 """
 
 from __future__ import annotations

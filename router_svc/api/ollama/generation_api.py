@@ -60,7 +60,7 @@ def _require_thinking(body: OllamaBody, model: ServedModel) -> None:
         )
 
 
-#: Answers have no id: that of the request is in a header. Lines have none either, so that no stream can be resumed.
+#: Answers have no id: the request's id is in a header. Lines have no ids either, so no stream can be resumed.
 OLLAMA_CHAT_ENDPOINT = GeneratingEndpoint(
     endpoint=OLLAMA_CHAT,
     id_prefix="",

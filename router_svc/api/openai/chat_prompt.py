@@ -59,7 +59,7 @@ def with_documents(
 
 
 def template_kwargs_of(body: ChatBody) -> dict[str, bool | int | float | str]:
-    """The variables of the template: the effort is one, and whether there is any decides about thinking."""
+    """The variables of the template. The requested effort is one of them, and decides whether the model thinks."""
     given = body.chat_template_kwargs or {}
     if body.reasoning_effort is None:
         return given

@@ -13,11 +13,11 @@ from router_svc.request.output import ChoiceDelta
 class CollectedChoice:
     """The whole output of one choice."""
 
-    #: As each token completed it.
+    #: The text that each token completed.
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    #: Those of the prompt's tokens behind the first one.
+    #: Log-probabilities of the prompt's tokens behind the first one.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None

@@ -43,7 +43,7 @@ class CompletionFormat:
         self._offsets: dict[int, TextOffsets] = {}
 
     def opening(self, index: int) -> CompletionChunkChoice | None:
-        """The prompt, if the client requested an echo or its tokens; `scored` if with log-probabilities."""
+        """The prompt, if the client requested an echo or its tokens. `scored` makes it if it has log-probabilities."""
         if not (self._echoes or self._prompts) or self._request.echo_logprobs is not None:
             return None
         return self._opening(index)

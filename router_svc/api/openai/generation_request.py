@@ -47,9 +47,9 @@ class GenerationRequest:
     return_token_ids: bool = False
     #: What the response repeats of its request, as JSON, where the endpoint's does.
     request_fields: str = ""
-    #: The client gets its id at once, and comes back for the response.
+    #: Whether the client gets the response's id at once, and comes back for the response.
     in_background: bool = False
-    #: Another router had it.
+    #: Whether another router had the request.
     is_resumed: bool = False
     #: Whether the form of its stream lets a client say how far it has come.
     can_be_resumed: bool = True
@@ -58,7 +58,7 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
 
     def shape(self, header_id: str) -> ResponseShape:
-        """What another router needs to make the same response. One that is not streamed becomes a stream there."""
+        """What another router needs to make the same response. A response that is not streamed is a stream there."""
         return ResponseShape(
             response_id=self.response_id,
             header_id=header_id,

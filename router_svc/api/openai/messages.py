@@ -138,7 +138,7 @@ class ChatMessage(StrictModel):
             "tool_calls": [call.for_template() for call in self.tool_calls or ()],
             "reasoning_content": thinking,
             "reasoning": thinking,
-            # gpt-oss refuses it beside content in a message with calls.
+            # gpt-oss refuses thinking beside content in a message with calls.
             "thinking": None if self.tool_calls and self.content else thinking,
         }
         given = {name: value for name, value in optional.items() if value}

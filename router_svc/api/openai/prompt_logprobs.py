@@ -59,7 +59,8 @@ class EchoedPrompt:
 class _Offsets:
     """Where the tokens of a prompt are in its text. A token that the text does not show has no width there.
 
-    Such are those that the tokenizer adds. A character that is split over several tokens counts where its last one is.
+    The text does not show tokens that the tokenizer adds. A character that is split over several tokens counts where
+    its last one is.
     """
 
     def __init__(self, text: str, tokenizer: Tokenizer) -> None:

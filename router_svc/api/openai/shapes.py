@@ -71,7 +71,7 @@ class ChoiceFormat(Protocol):
     def shared_fields(self) -> Iterator[bytes]:
         """Fields of the whole response, and of the first event of a stream, as JSON with a comma before each.
 
-        Of a whole response, call it behind the choices.
+        For a whole response, call it after the choices.
         """
 
     def chunk(self, delta: ChoiceDelta) -> ChunkChoice | None:
@@ -106,8 +106,8 @@ class ResponseFormatter:
     def comment(self) -> bytes:
         """A comment of server-sent events, which keeps a connection open.
 
-        Where events have ids it ends without an empty line, with which openai's client and others that keep the last id
-        would take it for an event without data.
+        Where events have ids, no empty line ends the comment: openai's client, and others that keep the last id, would
+        take it for an event without data.
         """
         return _COMMENT + (b"\n\n" if self._ids is None else b"\n")
 
@@ -119,7 +119,7 @@ class ResponseFormatter:
         opening = self._format.opening(index)
         if opening is None:
             return b""
-        # The first event of the response has what is not its choices'.
+        # The first event of the response has the fields that are no choice's.
         event = self._event(opening, None, b"" if index else b"".join(self._format.shared_fields()))
         return self._numbered(None if self._ids is None else self._ids.opening(index), event)
 
@@ -145,7 +145,7 @@ class ResponseFormatter:
         is_read = self._format.counts_reasoning or (delta.token_ids and self._request.return_token_ids)
         if not (delta.text or delta.logprobs or delta.finish_reason or is_read):
             return b""
-        # Also of an event that the client has: formats may keep offsets.
+        # The chunk is made even if the client has the event: formats may keep offsets.
         chunk = self._format.chunk(delta)
         return b"" if chunk is None else self._numbered(event_id, self._event(chunk, usage))
 

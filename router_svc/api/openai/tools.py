@@ -19,7 +19,7 @@ from router_svc.messages.grammar import Calls
 MAX_TOOLS = 256
 #: Schemas of a request that are looked at to find types: some milliseconds.
 _MAX_LOOKS = 10_000
-#: As long as those of MCP servers.
+#: Characters of a tool's name, as many as in MCP.
 MAX_TOOL_NAME = 128
 ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 _CallId = Annotated[str, MaxLen(256)]
@@ -123,7 +123,7 @@ class ToolUse:
         return [self.tools[index].name for index in self.callable]
 
     def types(self) -> ToolTypes:
-        """The types of their parameters."""
+        """The types of the callable tools' parameters."""
         types = TypeFinder()
         return {self.tools[i].name: types.of_properties(self.tools[i].parameters or {}) for i in self.callable}
 

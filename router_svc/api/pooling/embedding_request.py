@@ -25,7 +25,7 @@ MAX_ENCODED_NUMBERS = 2 * MAX_NUMBERS
 async def embedding_request(
     body: EmbeddingBody, chosen: ModelBackend, endpoint: Endpoint, ids: Ids, *, cuts: bool = False
 ) -> PooledRequest:
-    """The prompts of a request for embeddings. `cuts`: of long texts, the start is kept. Raises `RequestError`."""
+    """The prompts of a request for embeddings. `cuts`: long texts are cut to their start. Raises `RequestError`."""
     own, param = chosen.model.pooling, endpoint.prompt_param
     dimensions = body.dimensions or own.dimensions
     if dimensions > own.dimensions:

@@ -13,7 +13,7 @@ from pdserve.base.pooling import PoolingKind
 from pdserve.model.fields import Fields, read_text
 
 _MAX_MODULES_BYTES = 1 << 20
-#: Modules after the pooling that change embeddings in a way that workers do not compute.
+#: Modules of sentence-transformers that are known. With any other one, the model's own pooling is not computed.
 _KNOWN_MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
 #: The names of pooling modes, as one text, and as flags in older files.
 _KINDS = {"lasttoken": PoolingKind.LAST, "cls": PoolingKind.CLS, "mean": PoolingKind.MEAN}
@@ -29,7 +29,7 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPooling:
-    """What a request for embeddings gets that says nothing of pooling."""
+    """How embeddings are made for a request that says nothing of pooling."""
 
     #: Numbers of an embedding: the hidden size.
     dimensions: int = 0
@@ -41,7 +41,7 @@ class ModelPooling:
 
     @classmethod
     def from_dir(cls, model_dir: Path, dimensions: int) -> ModelPooling:
-        """The last token without a modules.json. Raises `SetupError` for files that cannot be read."""
+        """Without a modules.json, the last token is taken. Raises `SetupError` for files that cannot be read."""
         prompts = _prompts(Fields.read_optional(model_dir / "config_sentence_transformers.json"))
         kind, unsupported = PoolingKind.LAST, ""
         for name, path in _modules(model_dir / "modules.json"):
@@ -51,7 +51,7 @@ class ModelPooling:
                 config = Fields.read_optional(model_dir / path / "config.json")
                 modes = _modes(config)
                 if not config.flag("include_prompt", True):
-                    prompts = {}  # Its tokens would have to be left out of the mean.
+                    prompts = {}  # The prompt's tokens would have to be left out of the mean.
                 if len(modes) == 1 and modes[0] in _KINDS:
                     kind = _KINDS[modes[0]]
                 elif modes:

@@ -99,7 +99,7 @@ async def pooled_prompts(
     param: str,
     cuts: bool = False,
 ) -> list[list[int]]:
-    """The prompts of a request, which are texts or token ids. `cuts`: of long ones, the start is kept.
+    """The prompts of a request, which are texts or token ids. `cuts`: long prompts are cut to their start.
 
     Raises `RequestError`.
     """

@@ -102,7 +102,7 @@ class ScoresApi:
         return await in_slices(pieces())
 
     async def _cosines(self, firsts: Sequence[bytes], seconds: Sequence[bytes]) -> list[float]:
-        """The cosine of each pair, of which all have the same first one if there is only one."""
+        """The cosine of each pair. If `firsts` has a single embedding, all pairs have it."""
 
         def work() -> list[float]:
             left = [floats(each) for each in firsts] * (len(seconds) // len(firsts))

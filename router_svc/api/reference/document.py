@@ -24,7 +24,7 @@ _KEYS = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, as OpenAI's clients send it."},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key."},
 }
-#: Besides the request's id, which an error has as soon as the request has one.
+#: Headers of errors besides the request's id, which an error has as soon as the request has one.
 _HEADERS_OF_ERRORS = {
     401: ("WWW-Authenticate",),
     429: ("Retry-After", *RATE_LIMITS),

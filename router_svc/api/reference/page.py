@@ -1,4 +1,4 @@
-"""/openapi.json, and /docs: a page that shows it, of files of this router alone.
+"""/openapi.json, and /docs: a page that shows it, and needs no files but this router's.
 
 The page has 12 KB and runs under the strictest policy of a browser. The usual viewers have 1.7 MB of script
 (`swagger-ui-dist`) and 3.6 MB (`@scalar/api-reference`), which every image of a router would carry.
@@ -12,10 +12,9 @@ from pathlib import Path
 
 from aiohttp import web
 
-from pdserve.base.errors import NotFound
-from router_svc.api.console.page import INDEX, SECURITY_HEADERS, Asset, asset_of, asset_response, read_asset
 from router_svc.api.console.page import STATIC as CONSOLE_FILES
 from router_svc.api.reference.document import Route, encode_document
+from router_svc.api.static_page import Asset, StaticPage, asset_of, asset_response
 from router_svc.routing.timeouts import MAX_TIMEOUT_S
 
 STATIC = Path(__file__).parent / "static"
@@ -30,19 +29,14 @@ class Reference:
     def __init__(self, max_timeout_s: float = MAX_TIMEOUT_S) -> None:
         self._max_timeout_s = max_timeout_s
         files = [*sorted(STATIC.iterdir()), *(CONSOLE_FILES / name for name in SHARED)]
-        self._assets = {path.name: read_asset(path) for path in files}
+        self._page = StaticPage("/docs", files)
         self._served: Collection[Route] = ()
         self._document: Asset | None = None
         self._making = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
         """The endpoints for the application."""
-        return [
-            web.get("/openapi.json", self._openapi),
-            web.get("/docs", self._redirect),
-            web.get("/docs/", self._index),
-            web.get("/docs/{name}", self._asset),
-        ]
+        return [web.get("/openapi.json", self._openapi), *self._page.routes()]
 
     def describe(self, routes: Collection[web.AbstractRouteDef]) -> None:
         """Sets what the document describes: the routes of the listener. It is made when it is first read."""
@@ -55,20 +49,6 @@ class Reference:
                 body = await asyncio.to_thread(encode_document, self._served, self._max_timeout_s)
                 self._document = asset_of(body, _JSON)
         return asset_response(request, self._document)
-
-    async def _redirect(self, _: web.Request) -> web.Response:
-        # Relative, as are all links of the page: a proxy may serve it below another path.
-        return web.Response(status=308, headers={"Location": "docs/", **SECURITY_HEADERS})
-
-    async def _index(self, request: web.Request) -> web.Response:
-        return asset_response(request, self._assets[INDEX])
-
-    async def _asset(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        asset = self._assets.get(name)
-        if asset is None:
-            raise NotFound(f"The page has no file {name[:100]!r}. Open /docs.")
-        return asset_response(request, asset)
 
 
 def _plain(path: str) -> str:

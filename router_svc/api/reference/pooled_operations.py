@@ -1,4 +1,4 @@
-"""The endpoints of prefill workers alone, with what they take and how they answer."""
+"""The endpoints for which only prefill workers compute, with what they take and how they answer."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: By field, where the name does not say everything. An absent or null field takes the default named here.
+#: The texts of fields whose name does not say everything. An absent or null field takes the default named here.
 FIELDS = {
     "allowed_tools": "Some of the tools, and whether one of them has to be called.",
     "add_generation_prompt": "Whether the template starts the assistant's message. Default: true.",

@@ -36,7 +36,7 @@ log = get_logger(__name__)
 #: Routers that start a response, one after the other: each was lost, perhaps because of it.
 MAX_ATTEMPTS = 3
 _SWEEP_S = 3.0
-#: Time for which what this router cannot make is left to others, unless its deadline is earlier.
+#: Time for which a response that this router cannot make is left to others, unless its deadline is earlier.
 _LEFT_S = 3600.0
 
 

@@ -24,7 +24,7 @@ from router_svc.state.response_record import ResponseRecord, record_key
 
 log = get_logger(__name__)
 
-#: Time for which the end of a response is tried to be stored. Later another router makes it again.
+#: Time for which a router tries to store the end of a response. After it, another router makes the response again.
 _END_S = 30.0
 _RETRY_S = 0.5
 
@@ -67,7 +67,7 @@ class Runner:
         self._stored = stored
 
     async def run(self, run: BackgroundRun, claim: Claim) -> None:
-        """Runs a response to its end, or until the claim is lost. The run has the refusal of one that was refused."""
+        """Runs a response to its end, or until the claim is lost. `run.refusal` says why it was refused, if it was."""
         async with service_group() as group:
             group.start(self._keep(run, claim, group), name="claim")
             writing = group.start(self._write_events(run), name="events")
@@ -133,7 +133,7 @@ class Runner:
         return is_stored
 
     async def _store_end(self, run: BackgroundRun, claim: Claim) -> bool:
-        """Waits while the store is away, but not for long. False: another router has it, or it was deleted."""
+        """Waits while the store is away, but not for long. False: another router has the response, or it is deleted."""
         response = run.formatter.response
         assert response is not None
         record = replace(run.record, response=response, num_events=run.formatter.num_events)

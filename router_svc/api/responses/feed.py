@@ -45,7 +45,7 @@ class Feed:
         return bool(self._events) and is_last(self._events[-1])
 
     async def follow(self, after: int, *, wait_s: float) -> AsyncIterator[bytes]:
-        """Events with larger numbers than `after`, until no more come. Empty ones when none came for `wait_s`."""
+        """Events with larger numbers than `after`, until no more come; an empty one if none came for `wait_s`."""
         number = after + 1
         while True:
             while number < len(self._events):
@@ -71,7 +71,7 @@ class Feed:
                 await asyncio.sleep(_INTERVAL_S)
             batch = EventBatch(first=self._num_written, events=self._events[self._num_written :])
             num_bytes = sum(map(len, batch.events))
-            # Beyond, those who follow elsewhere get the whole response at its end.
+            # Beyond this, readers at other routers get the whole response at its end.
             if self._bytes_written + num_bytes <= MAX_EVENT_BYTES:
                 await state.append(key, batch)
             self._num_written += len(batch.events)

@@ -22,7 +22,7 @@ _COMMENT = b": the next token is awaited\n\n"
 async def send_events(request: web.Request, ids: Ids, events: AsyncIterator[bytes]) -> web.StreamResponse:
     """Sends events, and a comment for each empty one. An error before the first one is raised.
 
-    A later one breaks the connection off: a reader that has no last event knows that there are more.
+    A later error breaks the connection off: a reader that has no last event knows that there are more.
     """
     response = web.StreamResponse(
         headers={
@@ -37,7 +37,7 @@ async def send_events(request: web.Request, ids: Ids, events: AsyncIterator[byte
             if not response.prepared:
                 await response.prepare(request)
             async with asyncio.timeout(WRITE_TIMEOUT_S):
-                # A router of the last release may have stored it.
+                # A router of the last release may have stored the event on several lines.
                 await response.write(on_one_line(event) or _COMMENT)
         if not response.prepared:
             await response.prepare(request)

@@ -16,7 +16,7 @@ from router_svc.state.state_store import Stage
 
 #: A reader gets a comment at least this often.
 KEEP_ALIVE_S = 10.0
-#: Events that another router has written are awaited this long before it is looked at whether that is lost.
+#: A reader waits this long for events of another router before it looks whether that router is lost.
 _WAIT_S = 1.0
 _RETRY_S = 0.5
 
@@ -43,7 +43,7 @@ class Follower:
     async def events(self, after: int) -> AsyncIterator[bytes]:
         """Events with larger numbers than `after`, to the last one. An empty one says that none came for a time.
 
-        Waits while the store is away, until the response has to have ended. Raises `StoreError` then, and when it is
+        Waits while the store is away, until the response's deadline. Raises `StoreError` then, and when the store is
         away at the start.
         """
         self._number = after
@@ -69,7 +69,7 @@ class Follower:
                 yield event
             if self._is_done or not run.feed.is_complete:
                 return
-        # Without the record, which may be long.
+        # The stage is read without the record, which may be long.
         stage = await self._stored.state.stage(self._key)
         if stage is Stage.ENDED and not self._record.is_terminal:
             self._record = await self._stored.read(self._key) or self._record
@@ -101,7 +101,7 @@ class Follower:
     def _has_all(self) -> bool:
         """Whether the reader has all events of a response that has ended.
 
-        One that has failed or was cancelled may have fewer than the reader had from a router that was lost.
+        A response that failed or was cancelled may have fewer events than the reader has from a router that was lost.
         """
         last = self._record.num_events - 1
         is_repeatable = self._record.response.status in ("completed", "incomplete")

@@ -16,7 +16,7 @@ Id = Annotated[str, MaxLen(256)]
 
 
 def other_than(names: Sequence[str]) -> WithJsonSchema:
-    """The schema of the type of what is none of these."""
+    """The schema of a `type` that is none of `names`."""
     return WithJsonSchema({"type": "string", "maxLength": 64, "not": {"enum": [*names]}})
 
 

@@ -18,7 +18,7 @@ MAX_CHARACTERS = 8 * 1024**2
 
 
 async def resolved(items: Sequence[Item], stored: StoredResponses, tenant: str, threads: TextThreads) -> list[Item]:
-    """The items, with those that are referred to in their stead.
+    """The items, in which each reference is replaced by the item that it refers to.
 
     Raises `NotFound` for one that the tenant does not have, `RequestError`, `TooLarge` and `StoreError`.
     """

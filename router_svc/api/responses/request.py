@@ -152,7 +152,7 @@ def _request_fields(
             "background": bool(body.background),
             "previous_response_id": body.previous_response_id,
         },
-        # Of one in the background it stands in the record already. As text: it is read at the end alone.
+        # The record of a background response has it already. It is kept as text, since it is only read at the end.
         "kept": None if kept is None or body.background else json.dumps(asdict(kept), ensure_ascii=False),
         "names": names.to_record(),
         "encodes_thinking": ENCRYPTED_CONTENT in (body.include or ()),

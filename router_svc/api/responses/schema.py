@@ -25,7 +25,7 @@ from router_svc.generation import MAX_PRIORITY
 MAX_METADATA = 16
 MAX_INCLUDES = 32
 
-#: What `include` can request, besides what this server has nothing of.
+#: Values of `include` with an effect. This server has nothing of what the others request.
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"
 

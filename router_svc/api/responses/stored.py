@@ -92,7 +92,7 @@ class StoredResponses:
         return await self.state.update(claim.key, data, claim.holder, is_open=not record.is_terminal)
 
     async def end(self, record: ResponseRecord, claim: Claim, error: PdserveError | None = None) -> bool:
-        """Ends a response that no router runs: it has failed, or was cancelled. As `update`."""
+        """Ends a response that no router runs: it has failed, or was cancelled. Returns and raises as `update`."""
         status = "cancelled" if error is None else "failed"
         response = record.response.ended(status, None if error is None else error_of(error))
         return await self.update(replace(record, response=response), claim)

@@ -28,7 +28,7 @@ class StoredResponsesApi:
     """The endpoints of responses by their ids."""
 
     def __init__(self, backend: ResponsesBackend | None) -> None:
-        """`backend` None: no responses are stored, which is what every answer says."""
+        """`backend` None: no responses are stored, and every answer says so."""
         self._backend_or_none = backend
 
     @property
@@ -61,7 +61,7 @@ class StoredResponsesApi:
         record = await self._find(request)
         if not record.is_terminal:
             await self._backend.cancels.cancel(record.id, record.tenant)
-        # Also if its stream is resumed later.
+        # It stays deleted even if its stream is resumed later.
         await self._backend.stored.state.delete(record_key(record.tenant, record.id), for_good=True)
         return web.json_response({"id": record.id, "object": "response", "deleted": True})
 

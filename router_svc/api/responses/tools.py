@@ -197,7 +197,7 @@ def _flat(tools: Sequence[Tool]) -> Iterator[tuple[FunctionTool | CustomTool, st
 
 
 def _description(tool: FunctionTool | CustomTool) -> str | None:
-    """The description; of a custom tool with the form of its input."""
+    """The description. For a custom tool, it includes the form of the input."""
     if not isinstance(tool, CustomTool) or not tool.format or tool.format.get("type") != "grammar":
         return tool.description
     definition = tool.format.get("definition")

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: The target takes over when its latest tokens came at most this much later than the source's, and this much more for
-#: each time that they did not. Steps of equal length may never meet.
+#: The target takes over when its latest tokens came at most this much later than the source's. The limit grows by the
+#: second value with each step of the target: steps of equal length may never meet.
 _LATE_S, _MORE_S = 0.005, 0.0004
-#: Its tokens that are waited for, until any will do. One that stays behind has longer steps than the source.
+#: Steps of the target after which it takes over in any case. If it is still behind, its steps are longer.
 _NUM_ROUNDS = 40
 
 

@@ -22,12 +22,11 @@ from router_svc.request.decode_attempt import DecodeAttempt
 from router_svc.request.migration.target import MigrationTarget
 from router_svc.request.running_prompt import RunningPrompt
 from router_svc.routing.incarnation import Incarnation, incarnation_of
+from router_svc.routing.local_prefill import ALWAYS_LOCAL
 from router_svc.routing.placement import Placement
 
 #: Pause before another worker is looked for again for a request that should move. It doubles with each failed move.
 _RETRY_S, _MAX_RETRY_S = 0.25, 4.0
-#: The worker computes whatever is not in its cache.
-_ALWAYS = 2**32 - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +36,7 @@ class _WorkerRun:
     placement: Placement
     #: Set once the call is open.
     call: DecodeCall | None = None
-    #: Where it follows another one, what passes tokens on and takes over.
+    #: For a worker that follows another one: what passes tokens on and takes over.
     target: MigrationTarget | None = None
     #: The error that ended it; None if every choice is complete.
     task: asyncio.Task[DecodeFailed | PdserveError | None] = field(init=False)
@@ -58,7 +57,7 @@ class MigratingRun:
         #: Why the request moves.
         self._reason = ""
         self._num_moves = 0
-        #: Workers that a move to has failed.
+        #: Workers to which a move has failed.
         self._failed: set[Incarnation] = set()
         #: Whether blocks may be copied; else they are computed again.
         self._may_copy = True
@@ -77,7 +76,7 @@ class MigratingRun:
             error = await self._supervise(tasks, worker_run)
             if self._next_run is not None:
                 self._next_run.task.cancel()
-        # Not raised within: the group would make a group of it.
+        # The error is not raised within the block: the task group would make an exception group of it.
         if error is not None:
             raise error
 
@@ -86,7 +85,7 @@ class MigratingRun:
     ) -> None:
         """Opens a call to its worker, in a task that ends with the error of `run`, if any."""
         worker, counted = worker_run.placement.worker, contextlib.ExitStack()
-        # From now on, not from the task's first turn: other requests are placed before that.
+        # The sequences count from now on, not from the task's first turn: other requests are placed before that.
         sequences = self._prompt.generation.sampling.n
         counted.enter_context(self._cluster.in_flight.decoding(worker.worker_id, sequences))
 
@@ -114,21 +113,21 @@ class MigratingRun:
             await self._name_replica(current)
             next_run = self._next_run
             if next_run is not None and next_run.target is not None and next_run.target.has_caught_up:
-                # Not cancelled: what it delivers at the moment reaches the client.
+                # The task is not cancelled: what it delivers at the moment reaches the client.
                 assert current.call is not None
                 current.call.close()
-                current = self._switch(next_run, MigrationOutcome.MOVED)
+                current = self._switch(next_run)
             elif current.task.done():
                 error = current.task.result()
                 if error is None or next_run is None or not _runs(next_run):
                     if error is not None and next_run is not None:
-                        self._journal.append(MoveEnded(outcome=MigrationOutcome.FAILED, error=str(_cause(error))))
+                        self._end_move(MigrationOutcome.FAILED, error=error)
                     return error
                 assert next_run.target is not None
                 await next_run.target.take_over()
                 if (fatal := await self._noted(error)) is not None:
                     return fatal
-                current = self._switch(next_run, MigrationOutcome.SOURCE_LOST)
+                current = self._switch(next_run, source_lost=error)
             elif next_run is None:
                 self._consider(tasks, current)
             elif next_run.task.done():
@@ -146,7 +145,7 @@ class MigratingRun:
         self._changed.clear()
 
     async def _name_replica(self, current: _WorkerRun) -> None:
-        """If the current worker wants to know where to copy the request's blocks, says so. It asks again if it must."""
+        """Answers a worker that asks where to copy the request's blocks. Without an answer it asks again."""
         call, placer = current.call, self._placer
         if call is None or call.replica_wanted is None:
             return
@@ -182,7 +181,7 @@ class MigratingRun:
             self._reason = call.leave_reason
             self._start(tasks, current, target)
         elif not call.must_leave:
-            # It asks again when it still has to.
+            # The worker asks again if the request still has to leave.
             call.leave_reason, self._next_try_at = "", 0.0
 
     def _start(self, tasks: asyncio.TaskGroup, current: _WorkerRun, target: Placement) -> None:
@@ -191,14 +190,15 @@ class MigratingRun:
         has_output = len(self._prompt.output.continuation) == self._prompt.generation.sampling.n
         is_copied = self._may_copy and has_output and target.worker.layout.windows == (None,)
         move = MoveStarted(
+            number=self._journal.record.log.num(MoveStarted) + 1,
             reason=self._reason,
             source=current.placement.worker.worker_id,
             target=target.worker.worker_id,
             is_copied=is_copied,
         )
         self._journal.append(move)
-        trace = self._journal.chose(WorkerChosen.of(target, move=move))
-        start = self._prompt.messages.decode(0 if is_copied else _ALWAYS, trace, is_moving=is_copied)
+        trace = self._journal.append(WorkerChosen.of(target, move=move))
+        start = self._prompt.messages.decode(0 if is_copied else ALWAYS_LOCAL, trace, is_moving=is_copied)
         worker_run = self._next_run = _WorkerRun(target)
         self._num_moves += 1
         number = self._num_moves
@@ -210,20 +210,28 @@ class MigratingRun:
 
         self._serve(tasks, worker_run, follow)
 
-    def _switch(self, next_run: _WorkerRun, outcome: MigrationOutcome) -> _WorkerRun:
-        """The target is the current worker from now on."""
+    def _end_move(
+        self, outcome: MigrationOutcome, *, sent_blocks: int = 0, error: DecodeFailed | PdserveError | None = None
+    ) -> None:
+        number = self._journal.record.log.num(MoveStarted)
+        text = None if error is None else str(error.error if isinstance(error, DecodeFailed) else error)
+        self._journal.append(MoveEnded(number=number, outcome=outcome, sent_blocks=sent_blocks, error=text))
+
+    def _switch(self, next_run: _WorkerRun, *, source_lost: DecodeFailed | PdserveError | None = None) -> _WorkerRun:
+        """The target is the current worker from now on. `source_lost`: the error of the worker that was."""
         assert next_run.target is not None
-        self._journal.append(MoveEnded(outcome=outcome, sent_blocks=next_run.target.sent_blocks))
+        outcome = MigrationOutcome.MOVED if source_lost is None else MigrationOutcome.SOURCE_LOST
+        self._end_move(outcome, sent_blocks=next_run.target.sent_blocks, error=source_lost)
         self.placement, self._next_run = next_run.placement, None
         self._failed.clear()
         self._may_copy, self._retry_s, self._next_try_at = True, _RETRY_S, 0.0
-        self._changed.set()  # It may ask to be left already.
+        self._changed.set()  # The worker may ask to be left already.
         return next_run
 
     async def _give_up(self, next_run: _WorkerRun, error: DecodeFailed | PdserveError) -> PdserveError | None:
         """The request stays where it is. Returns an error that ends it, if this was one loss too many."""
         self._next_run = None
-        self._journal.append(MoveEnded(outcome=MigrationOutcome.FAILED, error=str(_cause(error))))
+        self._end_move(MigrationOutcome.FAILED, error=error)
         fault = error.worker if isinstance(error, DecodeFailed) else next_run.placement.worker
         if self._may_copy and incarnation_of(fault) != next_run.placement.incarnation:
             self._may_copy = False  # The source could not send: the target may compute.
@@ -245,10 +253,6 @@ class MigratingRun:
         return None
 
 
-def _cause(error: DecodeFailed | PdserveError) -> PdserveError:
-    return error.error if isinstance(error, DecodeFailed) else error
-
-
 def _runs(next_run: _WorkerRun) -> bool:
-    """Whether it has the KV, so that it can go on without the worker that it follows."""
+    """Whether the target has the KV, so that it can go on without the worker that it follows."""
     return next_run.call is not None and next_run.call.has_started and not next_run.task.done()

@@ -1,6 +1,6 @@
 """A request on the decode worker that it moves to: it follows the one that the request leaves, then takes over.
 
-Tokens of both go to the client, each position once. So nothing stops: if the follower fails, the other one has gone on.
+Tokens of both go to the client, each position once. If the follower fails, the other worker has gone on meanwhile.
 """
 
 from __future__ import annotations
@@ -106,13 +106,13 @@ class MigrationTarget:
         """The target goes on alone, behind all that the client has."""
         if not self.has_caught_up:
             self.has_caught_up = True
-            self._has_heard.set()  # Pieces that wait go now: it may be the target's reader that is here.
+            self._has_heard.set()  # Waiting pieces go now: this may be the target's reader, for which they wait.
             self._prompt.journal.append(TookOver())
             await self._give()
             self._on_caught_up()
 
     def handed_off(self, result: decode_pb2.HandedOff) -> None:
-        """The source has sent the blocks, or could not, which ends this. Ignored if it is about an earlier move."""
+        """The source has sent the blocks, or could not, which ends the move. Results of earlier moves are ignored."""
         if result.number not in (0, self._number):
             return
         self.sent_blocks = result.sent_blocks
@@ -133,7 +133,7 @@ class MigrationTarget:
             self._has_more.set()
 
     async def _pass_on(self) -> None:
-        """Gives the target each token of the source at once: its next step is behind it then."""
+        """Gives the target each token of the source at once, so that the target's next step starts behind it."""
         while not self.has_caught_up:
             await self._has_more.wait()
             self._has_more.clear()
@@ -152,9 +152,9 @@ class MigrationTarget:
         await self._delivery.tokens(tokens, self._target)
 
     async def _give(self, *, in_steps: bool = False) -> None:
-        """Gives the target what the client has more than it, and ends the choices that are over.
+        """Gives the target the client's tokens that it lacks, and ends the choices that are over.
 
-        `in_steps`: much comes in pieces, each after the target has been heard. One that is behind is not flooded so.
+        `in_steps`: many tokens go in pieces, each after an event of the target, so that a slow target is not flooded.
         """
         async with self._giving:
             for choice in self._output.over - self._stopped:

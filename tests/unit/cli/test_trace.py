@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pdserve.cli.__main__ import main
 from pdserve.cli.trace_view import RequestTrace, Span, bar, render, spans_of
-from router_svc.records.phases import TracePhase
+from router_svc.records.milestones import Milestone
 from tests.unit.cli.fake_router import FakeRouter, running
 
 TRACE: dict[str, Any] = {
@@ -78,7 +78,7 @@ def test_without_retries_the_bars_follow_each_other() -> None:
 
 
 def test_every_phase_of_the_router_ends_a_bar() -> None:
-    phases = {phase.value: 1.0 + index for index, phase in enumerate(TracePhase)}
+    phases = {phase.value: 1.0 + index for index, phase in enumerate(Milestone)}
     assert sorted(span.end_s for span in spans_of(phases)) == sorted(phases.values())
 
 

@@ -65,7 +65,7 @@ def test_ucx_listens_again_after_it_had_no_file_for_a_peer() -> None:
             receiver, sender = UcxTransport(), UcxTransport()
             old = await receiver.listen()
             await sender.listen()
-            [address] = receiver.door.addresses
+            [address] = receiver.guard.addresses
             client = subprocess.Popen(
                 [sys.executable, "-c", CLIENT, address.rpartition(":")[2]], stdin=subprocess.PIPE, text=True
             )
@@ -74,7 +74,7 @@ def test_ucx_listens_again_after_it_had_no_file_for_a_peer() -> None:
             client.stdin.write("now\\n")
             client.stdin.flush()
             async with asyncio.timeout(20):
-                while receiver.door.listens:
+                while receiver.guard.listens:
                     await asyncio.sleep(0.01)
             limit(before)
             assert await receiver.listen() != old

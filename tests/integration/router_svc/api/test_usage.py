@@ -17,7 +17,7 @@ from pdserve.base.errors import PeerLost
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
-from router_svc.records.phases import TracePhase
+from router_svc.records.milestones import Milestone
 from tests.integration.router_svc.conftest import ScriptedCluster, in_own_task, open_cluster
 from tests.integration.router_svc.script import failing, hang
 from tests.support.deadline import DEADLINE_S
@@ -137,7 +137,7 @@ async def test_a_client_that_leaves_before_its_first_token_pays_for_its_prompt(
 
     async def has_started() -> bool:
         [record] = locked.router._traces._recent.newest()
-        return bool(record.decisions) and (TracePhase.PREFILL_START in record.phases) == bool(counted)
+        return bool(record.decisions) and (Milestone.PREFILL_START in record.milestones) == bool(counted)
 
     async with asyncio.TaskGroup() as tasks:
         leaving = tasks.create_task(locked.post("/v1/completions", BODY, headers=bearer("c")))

@@ -12,10 +12,10 @@ from pdserve.base.errors import InvalidTransition
 from pdserve.base.ids import Epoch, RequestId, WorkerId
 from router_svc.records.event_log import EventLog
 from router_svc.records.events import (
-    AttemptStarted,
     BlocksReserved,
     DecodeStarted,
     Ended,
+    LocalPrefillOrdered,
     MigrationOutcome,
     MoveEnded,
     MoveStarted,
@@ -88,17 +88,17 @@ def test_what_happens_to_a_request_moves_its_state_and_names_its_workers() -> No
     decode, prefill = WorkerId("d"), WorkerId("p")
     chosen = WorkerChosen(worker=prefill, epoch=Epoch(1), tier="prefill", why="")
     started = DecodeStarted(worker=decode, queue_s=0.0, is_prefilled_locally=False, cached_tokens=0, computing_s=0.0)
-    move = MoveStarted(reason="drain", source=decode, target=WorkerId("e"), is_copied=True)
+    move = MoveStarted(number=1, reason="drain", source=decode, target=WorkerId("e"), is_copied=True)
     events = [
         Retried(reason="r", worker=decode, error=""),  # Twice, without a state of their own between them.
         Retried(reason="r", worker=decode, error=""),
-        AttemptStarted(),  # It is a new one already.
+        LocalPrefillOrdered(),  # It is a new one already.
         BlocksReserved(worker=decode, reserve_s=0.0),
         chosen,
-        AttemptStarted(),
+        LocalPrefillOrdered(),
         started,
         move,
-        MoveEnded(outcome=MigrationOutcome.MOVED),
+        MoveEnded(number=1, outcome=MigrationOutcome.MOVED),
         Ended.finished(["stop"]),
     ]
     for number, event in enumerate(events):

@@ -31,12 +31,12 @@ OF_ANOTHER_HOST = Connection("10.0.0.3:40003", "10.0.0.1:19601")
 
 
 class Guarded(InprocTransport):
-    """A transport with a door, of which everything is noted."""
+    """A transport with a guard, of which everything is noted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.door = self
-        self.is_shut = True
+        self.guard = self
+        self.is_active = True
         self.addresses = frozenset({"10.0.0.2:19600"})
         self.events: list[object] = []
         self.unknown = [THEIRS, STRANGERS, OF_ANOTHER_HOST]

@@ -13,7 +13,7 @@ from router_svc.records.pause_metrics import PauseMetrics
 from router_svc.records.pauses import STALL_S, LastTokens, Pause, pause_behind, pauses_of
 
 RETRY = Retried(reason="peer_lost", worker=WorkerId("d"), error="Lost")
-MOVE = MoveStarted(reason="drain", source=WorkerId("d"), target=WorkerId("e"), is_copied=True)
+MOVE = MoveStarted(number=1, reason="drain", source=WorkerId("d"), target=WorkerId("e"), is_copied=True)
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float:

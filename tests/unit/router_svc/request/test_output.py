@@ -200,8 +200,8 @@ def test_tokens_that_no_worker_sends_are_a_failed_transfer(
     ("logprobs", "words"),
     [
         ((), "each has"),
-        ((TokenLogprobs(logprob=float("nan"), rank=1),), "are none"),
-        ((TokenLogprobs(logprob=-1, rank=1, top_ids=(5,)),), "are none"),
+        ((TokenLogprobs(logprob=float("nan"), rank=1),), "not a number"),
+        ((TokenLogprobs(logprob=-1, rank=1, top_ids=(5,)),), "0 log-probabilities for 1 token"),
     ],
 )
 def test_log_probabilities_that_no_worker_sends_are_a_failed_transfer(

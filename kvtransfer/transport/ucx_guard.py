@@ -1,4 +1,4 @@
-"""The door of a UCX worker: the kernel drops what strangers send to its TCP sockets, before UCX can read it.
+"""The guard of a UCX worker: the kernel drops what strangers send to its TCP sockets, before UCX can read it.
 
 UCX has no authentication, and one of its messages writes to an address that the sender chooses. Its sockets therefore
 get a filter that drops every segment with data. Connections that UCX accepts inherit it from the listening socket. The
@@ -24,24 +24,24 @@ _ARRIVAL_S, _LOOK_S, _MAX_LOOK_S = 5.0, 0.002, 0.1
 _NAMED_WITHIN_S = 5.0
 
 
-class UcxDoor:
-    """The TCP sockets of one UCX worker. A door that is not shut changes nothing."""
+class UcxGuard:
+    """Guards the TCP sockets of one UCX worker. A guard that is not active changes nothing."""
 
-    def __init__(self, *, is_shut: bool, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+    def __init__(self, *, is_active: bool, pause: Callable[[], None], resume: Callable[[], None]) -> None:
         """`pause` and `resume`: stop and continue polling UCX."""
-        self._is_shut = is_shut
+        self._is_active = is_active
         self._pause, self._resume = pause, resume
         self._introductions = 0
         self._addresses: frozenset[str] = frozenset()
         #: Inode numbers of the listening sockets by descriptor.
         self._listeners: dict[int, int] = {}
-        #: Connections of this worker to others that the door has seen, by inode number.
+        #: Connections of this worker to others that the guard has seen, by inode number.
         self._outgoing: set[int] = set()
 
     @property
-    def is_shut(self) -> bool:
+    def is_active(self) -> bool:
         """Whether strangers are kept out of UCX."""
-        return self._is_shut
+        return self._is_active
 
     @property
     def addresses(self) -> frozenset[str]:
@@ -50,7 +50,7 @@ class UcxDoor:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Finds the sockets at which UCX starts to listen within the block. A shut door lets no data into them.
+        """Finds the sockets at which UCX starts to listen within the block. An active guard lets no data into them.
 
         Raises: SetupError when the kernel refuses filters.
         """
@@ -60,7 +60,7 @@ class UcxDoor:
         listeners = [each for each in opened if each.listens]
         self._addresses = frozenset(each.local for each in listeners)
         self._listeners = {each.fd: each.inode for each in listeners}
-        if self._is_shut:
+        if self._is_active:
             # Others of this process may open sockets at this moment, too: those stay as they are.
             for each in (*listeners, *(each for each in tcp_sockets().values() if not each.listens)):
                 if each.local in self._addresses:
@@ -82,7 +82,7 @@ class UcxDoor:
 
     def require_found(self, lanes: Collection[str]) -> None:
         """Raises: SetupError when UCX has TCP among its lanes, and where it listens could not be found out."""
-        if self._is_shut and "tcp" in lanes and not self._addresses:
+        if self._is_active and "tcp" in lanes and not self._addresses:
             raise SetupError(
                 "The TCP sockets of UCX are not in /proc/self/net/tcp, so strangers cannot be kept out. Use "
                 "--guard-transport off, and let only workers reach its ports."
@@ -120,7 +120,7 @@ class UcxDoor:
         found = [each for each in tcp_sockets().values() if each.remote in targets and not each.listens]
         # An older one may have ended at the other end, which would wait for it in vain.
         new = [each for each in found if each.inode not in self._outgoing]
-        if self._is_shut:
+        if self._is_active:
             for each in new:
                 shut(each)
         self._outgoing.update(each.inode for each in new)

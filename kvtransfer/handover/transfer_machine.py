@@ -14,7 +14,7 @@ Event = TypeVar("Event")
 Effect = TypeVar("Effect")
 
 
-class Machine(ABC, Generic[State, Event, Effect]):
+class TransferMachine(ABC, Generic[State, Event, Effect]):
     """A protocol of one side: events in, effects out, and time is an argument."""
 
     def __init__(self, state: State, transitions: Mapping[State, Mapping[type[Event], frozenset[State]]]) -> None:

@@ -44,12 +44,12 @@ async def _open(*, guarded: bool) -> AsyncIterator[UcxTransport]:
 
 async def _transfer(sender: UcxTransport, receiver: UcxTransport, tag: int) -> None:
     """Connects as the handover does, and sends a message large enough to be read from the sender's memory."""
-    address, targets = await receiver.listen(), receiver.door.addresses
+    address, targets = await receiver.listen(), receiver.guard.addresses
     peer = await sender.connect(address)
-    with sender.door.introducing(targets) as own:
+    with sender.guard.introducing(targets) as own:
         assert own
-        await receiver.door.admit(own)
-    sender.door.confirm(own)
+        await receiver.guard.admit(own)
+    sender.guard.confirm(own)
     await _send(sender, peer, receiver, tag)
 
 
@@ -69,10 +69,10 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 async def test_ucx_itself_lets_a_stranger_write_to_its_memory() -> None:
-    """What the door is for: one message of UCX's protocol writes to any address, and nothing proves who sends it."""
+    """What the guard is for: one message of UCX's protocol writes to any address, and nothing proves who sends it."""
     buffer = np.zeros(16, np.uint8)
     async with _open(guarded=False) as receiver:
-        with stranger_at(*receiver.door.addresses, CONNECT + put(buffer.ctypes.data, b"Z" * 16)):
+        with stranger_at(*receiver.guard.addresses, CONNECT + put(buffer.ctypes.data, b"Z" * 16)):
             await _until(lambda: bool(buffer.any()))
     assert bytes(buffer) == b"Z" * 16
 
@@ -83,11 +83,11 @@ async def test_a_stranger_writes_to_no_memory() -> None:
     buffer = np.zeros(16, np.uint8)
     data = CONNECT + put(buffer.ctypes.data, b"Z" * 16)
     async with _open(guarded=True) as receiver, _open(guarded=True) as sender:
-        with stranger_at(*receiver.door.addresses, data) as stranger:
+        with stranger_at(*receiver.guard.addresses, data) as stranger:
             await _transfer(sender, receiver, 1)
             await _transfer(sender, receiver, 2)
             assert stranger.num_unread == len(data)
-            assert [each.source for each in receiver.door.strangers()] == [stranger.address]
+            assert [each.source for each in receiver.guard.strangers()] == [stranger.address]
     assert not buffer.any()
 
 
@@ -97,11 +97,11 @@ async def test_a_stranger_writes_to_no_memory_over_a_connection_that_ucx_opened(
     buffer = np.zeros(16, np.uint8)
     async with _open(guarded=True) as sender:
         async with _open(guarded=True) as gone:
-            address, targets = await gone.listen(), gone.door.addresses
+            address, targets = await gone.listen(), gone.guard.addresses
         [host, _, port] = next(iter(targets)).rpartition(":")
         with socket.create_server((host, int(port))) as impostor:
             await sender.connect(address)
-            with sender.door.introducing(targets) as own:
+            with sender.guard.introducing(targets) as own:
                 connection, _ = impostor.accept()
             assert [each.target for each in own] == list(targets)
             with connection:
@@ -119,7 +119,7 @@ async def test_blocks_pass_between_peers_that_are_guarded_or_not() -> None:
         async with _open(guarded=True) as receiver, _open(guarded=guarded) as sender:
             await _transfer(sender, receiver, 1)
             assert "tcp" in sender.offered_lanes()
-            assert receiver.door.strangers() == []
+            assert receiver.guard.strangers() == []
 
 
 @needs_filters
@@ -127,11 +127,11 @@ async def test_only_the_new_connection_to_a_worker_is_named() -> None:
     """One that ended at the other end is listed here for a while. Fails if all are named: the worker waits in vain."""
     async with _open(guarded=True) as receiver, _open(guarded=True) as sender:
         await _transfer(sender, receiver, 1)
-        address, targets = await receiver.listen(), receiver.door.addresses
+        address, targets = await receiver.listen(), receiver.guard.addresses
         opened = [each for each in tcp_sockets().values() if each.remote in targets]
         [old] = [Connection(each.local, each.remote) for each in opened]
         await sender.connect(address)
-        with sender.door.introducing(targets) as own:
+        with sender.guard.introducing(targets) as own:
             assert len(own) == 1
             assert old not in own
 
@@ -146,13 +146,13 @@ async def test_a_worker_that_starts_again_at_its_address_is_called_back(monkeypa
         async with _open(guarded=True) as sender:
             await _transfer(sender, receiver, 1)
         async with _open(guarded=True) as sender, worker_pair() as pair:
-            assert sender.door.addresses == {f"127.0.0.1:{port}"}
-            address, guarded = await receiver.listen(), tuple(receiver.door.addresses)
+            assert sender.guard.addresses == {f"127.0.0.1:{port}"}
+            address, guarded = await receiver.listen(), tuple(receiver.guard.addresses)
             ticket = replace(await pair.grant([0]), data_address=address, guarded_addresses=guarded)
             called_back = list[Connection]()
 
             async def introduce(ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
-                known = await answered(introduction, receiver.door)
+                known = await answered(introduction, receiver.guard)
                 called_back.extend(known)
                 return known
 
@@ -167,9 +167,9 @@ async def test_a_worker_that_starts_again_at_its_address_is_called_back(monkeypa
 @needs_filters
 async def test_a_connection_without_an_introduction_is_a_stranger() -> None:
     async with _open(guarded=True) as receiver:
-        with stranger_at(*receiver.door.addresses, b"") as stranger:
-            expected = Connection(stranger.address, *receiver.door.addresses)
-            await _until(lambda: receiver.door.strangers() == [expected])
+        with stranger_at(*receiver.guard.addresses, b"") as stranger:
+            expected = Connection(stranger.address, *receiver.guard.addresses)
+            await _until(lambda: receiver.guard.strangers() == [expected])
 
 
 @needs_filters
@@ -177,10 +177,10 @@ async def test_a_connection_is_ended_unless_it_was_introduced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also when it is not ended at its other end, where sent data waits. Fails without the sweep."""
-    monkeypatch.setattr("kvtransfer.transport.ucx_door._NAMED_WITHIN_S", 0.02)
+    monkeypatch.setattr("kvtransfer.transport.ucx_guard._NAMED_WITHIN_S", 0.02)
     async with _open(guarded=True) as receiver, _open(guarded=True) as sender:
         address = await receiver.listen()
-        with stranger_at(*receiver.door.addresses, CONNECT) as stranger:
+        with stranger_at(*receiver.guard.addresses, CONNECT) as stranger:
             await _transfer(sender, receiver, 1)
             await _until(lambda: stranger.address not in {each.remote for each in tcp_sockets().values()})
             await _transfer(sender, receiver, 2)
@@ -190,11 +190,11 @@ async def test_a_connection_is_ended_unless_it_was_introduced(
 @needs_filters
 async def test_a_connection_that_does_not_arrive_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a translation of addresses."""
-    monkeypatch.setattr("kvtransfer.transport.ucx_door._ARRIVAL_S", 0.0)
+    monkeypatch.setattr("kvtransfer.transport.ucx_guard._ARRIVAL_S", 0.0)
     async with _open(guarded=True) as receiver:
-        [target] = receiver.door.addresses
+        [target] = receiver.guard.addresses
         with pytest.raises(PeerLost, match=r"No connection from 192\.0\.2\.1:9 reached UCX"):
-            await receiver.door.admit([Connection("192.0.2.1:9", target)])
+            await receiver.guard.admit([Connection("192.0.2.1:9", target)])
 
 
 @needs_filters
