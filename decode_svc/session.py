@@ -12,10 +12,10 @@ from decode_svc.peer_transfers import PeerTransfers
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.session_events import (
-    Backlog,
     ChoicesEnded,
     SessionEvent,
     Started,
+    WaitingCommands,
     overtaken,
 )
 from decode_svc.session_life import Queued, Receiving, Runnable
@@ -62,7 +62,7 @@ class DecodeSession:
         self._request_id = inbox.request_id
         #: Attempt of the last ticket; before the first ticket, attempt of the start.
         self._attempt = inbox.attempt
-        self._backlog = Backlog()
+        self._backlog = WaitingCommands()
         self._catching_up = CatchUpQueue(worker, scheduler.migrating, inbox.request_id, self._backlog)
         self._num_cached_blocks = 0
         #: Times of the request's events, for its spans.

@@ -36,7 +36,7 @@ SessionEvent = (
 )
 
 
-class Backlog:
+class WaitingCommands:
     """The size of the commands that wait to be handled. Belongs to the event loop."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from decode_svc.migration.requests import MigratingRequests
-from decode_svc.session_events import Backlog
+from decode_svc.session_events import WaitingCommands
 from pdserve.base.ids import RequestId
 from pdserve.base.tasks import ServiceGroup
 from pdserve.base.wire import tokens_from_wire
@@ -20,7 +20,9 @@ class CatchUpQueue:
     longer steps would stay behind for good.
     """
 
-    def __init__(self, worker: Worker, migrating: MigratingRequests, request_id: RequestId, backlog: Backlog) -> None:
+    def __init__(
+        self, worker: Worker, migrating: MigratingRequests, request_id: RequestId, backlog: WaitingCommands
+    ) -> None:
         """`backlog` counts the commands until the step thread has taken them."""
         self._worker = worker
         self._migrating = migrating

@@ -21,7 +21,7 @@ _MAX_SHARE = 1 / 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class CopyBatch:
     """Blocks to copy, each with a reference that `Replicas.let_go` takes back; predecessors come first."""
 
     hashes: list[BlockHash]
@@ -31,7 +31,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class CopySpace:
     """Indices of the blocks that are missing here, and the blocks of this worker that their copies go to."""
 
     missing: list[int]
@@ -63,7 +63,7 @@ class Replicas:
         self._on_freed = on_freed
         #: Number of leading blocks of each choice that the other worker has, by request.
         self._offered: dict[AttemptId, dict[int, int]] = {}
-        self._leaving: list[Batch] = []
+        self._leaving: list[CopyBatch] = []
         self._arriving: dict[RequestId, _Incoming] = {}
 
     @property
@@ -90,7 +90,7 @@ class Replicas:
             if request.phase is DecodePhase.RUNNING and not request.is_isolated
         ]
 
-    def take(self, attempts: Collection[AttemptId]) -> Batch:
+    def take(self, attempts: Collection[AttemptId]) -> CopyBatch:
         """Full blocks of these requests that were not offered yet, as many as fit into one transfer.
 
         A request that is over, or waits for blocks, has none.
@@ -108,12 +108,12 @@ class Replicas:
                     found[sequence.hashes[index]] = BlockId(sequence.block_table[index])
                 if stop > first:
                     offered[attempt_id, choice] = stop
-        batch = Batch(list(found), list(found.values()), offered)
+        batch = CopyBatch(list(found), list(found.values()), offered)
         self._blocks.pool.share(batch.blocks)
         self._leaving.append(batch)
         return batch
 
-    def let_go(self, batch: Batch, there: Collection[AttemptId]) -> None:
+    def let_go(self, batch: CopyBatch, there: Collection[AttemptId]) -> None:
         """Nothing reads the blocks any more. `there`: requests whose blocks have arrived at their target.
 
         Blocks of all other requests are copied again.
@@ -130,7 +130,7 @@ class Replicas:
         self._offered.pop(attempt_id, None)
 
     # At the worker that the copies go to.
-    def reserve(self, name: RequestId, hashes: Items[BlockHash]) -> Room:
+    def reserve(self, name: RequestId, hashes: Items[BlockHash]) -> CopySpace:
         """Blocks for those of the hashes that are not cached here, held until `arrived` or `drop`.
 
         Raises `NoFreeBlocks` when this worker needs all its blocks itself, `StaleError` for a name that is in use.
@@ -140,7 +140,7 @@ class Replicas:
         pool = self._blocks.pool
         missing = [index for index, each in enumerate(hashes) if not pool.count_prefix((each,))]
         if not missing:
-            return Room([], [])
+            return CopySpace([], [])
         # Blocks that sequences here take soon stay free: a copy must not cost a preemption.
         share = max(1, int(_MAX_SHARE * pool.num_blocks))
         room = min(share - sum(len(intake.blocks) for intake in self._arriving.values()), pool.num_free - share)
@@ -149,7 +149,7 @@ class Replicas:
             raise NoFreeBlocks(f"This worker has no blocks to spare for {len(missing)} copies.")
         chosen = missing[: len(blocks)]
         self._arriving[name] = _Incoming([hashes[index] for index in chosen], blocks)
-        return Room(chosen, blocks, is_partial=len(chosen) < len(missing))
+        return CopySpace(chosen, blocks, is_partial=len(chosen) < len(missing))
 
     def arrived(self, name: RequestId) -> None:
         """The blocks of these copies are verified: from now on the prefix cache has them."""

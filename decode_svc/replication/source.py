@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from decode_svc.block_sender import BlockSender
-from decode_svc.replication.replicas import Batch, Replicas
+from decode_svc.replication.replicas import CopyBatch, Replicas
 from decode_svc.session_events import SessionEvent
 from pdserve.base.addresses import is_host_port
 from pdserve.base.errors import Draining, NoFreeBlocks, PdserveError, RequestError, reason_of
@@ -177,7 +177,7 @@ class ReplicationSource:
                 if batch.blocks and await self._copy(target, batch):
                     there |= self._policy.at(target)  # A router may have named another worker meanwhile.
 
-    async def _copy(self, target: ReplicaTarget, batch: Batch) -> bool:
+    async def _copy(self, target: ReplicaTarget, batch: CopyBatch) -> bool:
         """Whether the other worker has all of the blocks now."""
         metrics = self._worker.metrics
         try:
@@ -199,7 +199,7 @@ class ReplicationSource:
         for attempt_id in self._policy.lose(target):
             await self._worker.run(partial(self._replicas.forget, attempt_id))
 
-    async def _send(self, target: ReplicaTarget, batch: Batch) -> bool:
+    async def _send(self, target: ReplicaTarget, batch: CopyBatch) -> bool:
         metrics = self._worker.metrics
         name = RequestId(f"replica/{self._worker.worker_id}/{self._worker.epoch}/{next(self._names)}")
         answer = await self._announce(target, name, batch)
@@ -215,7 +215,7 @@ class ReplicationSource:
         metrics.replicated("committed")
         return not answer.is_partial
 
-    async def _announce(self, target: ReplicaTarget, name: RequestId, batch: Batch) -> pb.ReplicateResponse:
+    async def _announce(self, target: ReplicaTarget, name: RequestId, batch: CopyBatch) -> pb.ReplicateResponse:
         request = pb.ReplicateRequest(
             request_id=name, block_hashes=batch.hashes, numerics_class=self._worker.numerics_class
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from decode_svc.replication.replicas import MAX_BLOCKS, Replicas, Room
+from decode_svc.replication.replicas import MAX_BLOCKS, CopySpace, Replicas
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, Reservation
 from kvtransfer.handover.sealed_ticket import sealed_ticket
@@ -53,7 +53,7 @@ class ReplicationTarget:
         if self._worker.tasks.stopping:
             raise Draining("The worker drains, and takes no copies.")
         name = RequestId(request.request_id)
-        reserved: list[Room] = []
+        reserved: list[CopySpace] = []
         try:
             await self._worker.run(lambda: reserved.append(self._replicas.reserve(name, hashes)))
             [room] = reserved

@@ -79,7 +79,7 @@ class PromptJob:
             )
 
 
-class Queued(Protocol):
+class QueuedRequest(Protocol):
     """A request in a queue of a worker."""
 
     @property
@@ -88,7 +88,7 @@ class Queued(Protocol):
         ...
 
 
-Q = TypeVar("Q", bound=Queued)
+Q = TypeVar("Q", bound=QueuedRequest)
 
 
 def queue_by_arrival(queue: dict[RequestId, Q], request: Q) -> None:

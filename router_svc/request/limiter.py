@@ -46,7 +46,7 @@ _SETTLE_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reservation:
+class LimitReservation:
     """Tokens that one request may use. `lease` is its name in Redis; empty: only this router knows of it."""
 
     client: Client
@@ -58,7 +58,7 @@ class Reservation:
 
 @dataclass(slots=True, kw_only=True)
 class _Settlement:
-    reservation: Reservation
+    reservation: LimitReservation
     used: int
     #: Whether Redis settles only a lease that is there: this may be done already, or the lease was never made.
     needs_lease: bool = False
@@ -77,7 +77,7 @@ class Limiter:
         #: What each key had left when this router last saw it.
         self._seen: dict[str, Bucket] = {}
         self._running: Counter[str] = Counter()
-        self._leases: dict[str, Reservation] = {}
+        self._leases: dict[str, LimitReservation] = {}
         self._unsettled: deque[_Settlement] = deque()
         #: Settlements on their way to Redis. Only `run` sends them.
         self._sent: list[_Settlement] = []
@@ -87,7 +87,7 @@ class Limiter:
         #: Requests that were decided without Redis.
         self.decided_alone = 0
 
-    async def reserve(self, client: Client, tokens: int) -> Reservation | None:
+    async def reserve(self, client: Client, tokens: int) -> LimitReservation | None:
         """The reservation of a request, or None for a key without limits. Raises `RateLimited`."""
         limits = client.limits
         if limits is None:
@@ -105,13 +105,13 @@ class Limiter:
             raise refusal(client, limits, tokens, verdict)
         return self._hold(reservation)
 
-    def _hold(self, reservation: Reservation) -> Reservation:
+    def _hold(self, reservation: LimitReservation) -> LimitReservation:
         self._running[reservation.client.id] += 1
         if reservation.lease:
             self._leases[reservation.lease] = reservation
         return reservation
 
-    async def adopt(self, client: Client, lease: str) -> Reservation | None:
+    async def adopt(self, client: Client, lease: str) -> LimitReservation | None:
         """The reservation of a request that another router has admitted. It is not made again, but counts as running.
 
         Raises `RateLimited`.
@@ -120,7 +120,7 @@ class Limiter:
         if limits is None:
             return None
         _, tokens, period = lease.rsplit(":", 2)
-        adopted = Reservation(client=client, limits=limits, tokens=int(tokens), lease=lease, period=period)
+        adopted = LimitReservation(client=client, limits=limits, tokens=int(tokens), lease=lease, period=period)
         arguments: list[Argument] = [self._lease_ms, limits.parallel, lease, f"{uuid.uuid4().hex}:0:{period}"]
         try:
             name = as_bytes(await self._store.script(ADOPT, keys=self._keys(client)[1:], arguments=arguments)).decode()
@@ -131,18 +131,18 @@ class Limiter:
             raise too_many(client, limits, self._clock())
         return self._hold(adopted if name == lease else replace(adopted, tokens=0, lease=name))
 
-    def ends(self, reservation: Reservation | None) -> None:
+    def ends(self, reservation: LimitReservation | None) -> None:
         """The request has ended: `settle` or `hand_over` follows soon."""
         if reservation is not None and reservation.lease:
             self._ending[reservation.lease] = _Settlement(reservation=reservation, used=0)
 
-    def hand_over(self, reservation: Reservation | None) -> None:
+    def hand_over(self, reservation: LimitReservation | None) -> None:
         """The request runs on under another router, which settles it."""
         if reservation is not None:
             self._let_go(reservation)
             self._ending.pop(reservation.lease, _Settlement(reservation=reservation, used=0)).tried.set()
 
-    def _let_go(self, reservation: Reservation) -> None:
+    def _let_go(self, reservation: LimitReservation) -> None:
         client = reservation.client.id
         self._running[client] -= 1
         if not self._running[client]:
@@ -150,7 +150,7 @@ class Limiter:
         if self._leases.get(reservation.lease) is reservation:  # Its stream may have been resumed on this router.
             del self._leases[reservation.lease]
 
-    def settle(self, reservation: Reservation | None, used: int) -> None:
+    def settle(self, reservation: LimitReservation | None, used: int) -> None:
         """A request has ended and has used so many tokens. Never waits."""
         if reservation is None:
             return
@@ -202,7 +202,7 @@ class Limiter:
         waiting = chain(self._sent, self._unsettled, self._ending.values())
         return next((each for each in waiting if each.reservation.client.id == client.id), None)
 
-    async def _decide(self, client: Client, limits: Limits, tokens: int) -> tuple[Reservation, Verdict]:
+    async def _decide(self, client: Client, limits: Limits, tokens: int) -> tuple[LimitReservation, Verdict]:
         if self._store.available:
             try:
                 return await self._decide_in_redis(client, limits, tokens)
@@ -212,9 +212,9 @@ class Limiter:
         now = self._clock()
         bucket = self._seen.get(client.id) or full(limits, now)
         verdict = reserve(bucket, limits, tokens, self._running[client.id], now)
-        return Reservation(client=client, limits=limits, tokens=tokens), verdict
+        return LimitReservation(client=client, limits=limits, tokens=tokens), verdict
 
-    async def _decide_in_redis(self, client: Client, limits: Limits, tokens: int) -> tuple[Reservation, Verdict]:
+    async def _decide_in_redis(self, client: Client, limits: Limits, tokens: int) -> tuple[LimitReservation, Verdict]:
         name = uuid.uuid4().hex
         starts = period_starts(limits.budget_period, self._clock())
         arguments: list[Argument] = [
@@ -227,7 +227,7 @@ class Limiter:
             tokens,
             *starts,
         ]
-        reserved = Reservation(client=client, limits=limits, tokens=tokens)
+        reserved = LimitReservation(client=client, limits=limits, tokens=tokens)
         try:
             reply = await self._store.script(RESERVE, keys=self._keys(client), arguments=arguments)
         except BaseException:
@@ -295,6 +295,6 @@ class Limiter:
                 await self._store.pipeline(commands)
 
 
-def _leased(reservation: Reservation, name: str, period: str) -> Reservation:
+def _leased(reservation: LimitReservation, name: str, period: str) -> LimitReservation:
     """The reservation with its lease, which is counted in the period that starts at `period`, in ms."""
     return replace(reservation, lease=f"{name}:{reservation.tokens}:{period}", period=period)

@@ -41,7 +41,7 @@ class LocalPrefillReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backlog:
+class ComputeBacklog:
     """Everything one worker computes until the prompt's first token, and how fast."""
 
     #: Tokens of other prompts, which come first.
@@ -101,7 +101,7 @@ def plan_by_load(threshold: int, decode: Placement, prefill: Placement, in_fligh
     if rates is None or decode.uncached_tokens <= threshold:
         return plan_by_length(threshold)
     here, there = (
-        Backlog(
+        ComputeBacklog(
             queued_tokens=queued_tokens(placement.worker, in_flight),
             uncached_tokens=placement.uncached_tokens,
             tokens_per_s=rate,
@@ -117,7 +117,7 @@ def plan_by_load(threshold: int, decode: Placement, prefill: Placement, in_fligh
     )
 
 
-def is_clearly_sooner(here: Backlog, there: Backlog) -> bool:
+def is_clearly_sooner(here: ComputeBacklog, there: ComputeBacklog) -> bool:
     """Whether local prefill saves enough to be worth slowing down the decode worker's streams.
 
     A difference in measured rates alone may be noise. A prompt therefore goes to an idle prefill worker unless that

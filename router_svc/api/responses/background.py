@@ -20,8 +20,8 @@ from pdserve.base.logs import get_logger
 from pdserve.base.tasks import ServiceGroup, run_to_completion, service_group
 from router_svc.api.openai.generation_request import GenerationRequest
 from router_svc.api.responder import Responder
-from router_svc.api.responses.background_run import BackgroundRun, Runner
-from router_svc.api.responses.follower import Follower
+from router_svc.api.responses.background_run import BackgroundRun, BackgroundRunner
+from router_svc.api.responses.follower import EventReader
 from router_svc.api.responses.formatter import ResponsesFormatter
 from router_svc.api.responses.request import Kept
 from router_svc.api.responses.stored import StoredResponses
@@ -48,7 +48,7 @@ class BackgroundRuns:
         self._stored = stored
         self._state = stored.state
         self._access = access
-        self._runner = Runner(responder, stored)
+        self._runner = BackgroundRunner(responder, stored)
         self._runs: dict[str, BackgroundRun] = {}
         #: Keys with a task of this router.
         self._keys: set[str] = set()
@@ -111,7 +111,7 @@ class BackgroundRuns:
 
         An empty one says that none came for a time.
         """
-        return Follower(record, self._stored, self._runs, self.adopt).events(after)
+        return EventReader(record, self._stored, self._runs, self.adopt).events(after)
 
     async def end_cancelled(self, key: str) -> None:
         """Ends a response as cancelled, unless a router runs it. Raises `StoreError`."""

@@ -13,7 +13,7 @@ from pdserve.base.logs import get_logger
 from pdserve.base.tasks import ServiceGroup, service_group
 from router_svc.api.openai.generation_request import GenerationRequest
 from router_svc.api.responder import Responder
-from router_svc.api.responses.feed import Feed
+from router_svc.api.responses.feed import ResponseEvents
 from router_svc.api.responses.formatter import ResponsesFormatter
 from router_svc.api.responses.stored import StoredResponses
 from router_svc.request.client import Client
@@ -39,7 +39,7 @@ class BackgroundRun:
     formatter: ResponsesFormatter
     #: Whether another router has started it.
     is_adopted: bool = False
-    feed: Feed = field(default_factory=Feed)
+    feed: ResponseEvents = field(default_factory=ResponseEvents)
     is_accepted: bool = False
     #: Why the request was refused.
     refusal: PdserveError | None = None
@@ -59,7 +59,7 @@ class BackgroundRun:
         self.decided.set()
 
 
-class Runner:
+class BackgroundRunner:
     """Runs responses that are claimed. Belongs to the event loop."""
 
     def __init__(self, responder: Responder, stored: StoredResponses) -> None:

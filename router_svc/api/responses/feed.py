@@ -18,7 +18,7 @@ def is_last(event: bytes) -> bool:
     return event.startswith(_LAST)
 
 
-class Feed:
+class ResponseEvents:
     """Events with numbers from 0. Belongs to the event loop."""
 
     def __init__(self) -> None:

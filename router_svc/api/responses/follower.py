@@ -21,7 +21,7 @@ _WAIT_S = 1.0
 _RETRY_S = 0.5
 
 
-class Follower:
+class EventReader:
     """Reads events from a run of this router, else from the store, and the end from the record."""
 
     def __init__(

@@ -18,7 +18,7 @@ from router_svc.api.openai.logprobs import chat_logprobs, tokens_per_piece
 from router_svc.api.openai.read_message import ReadMessage
 from router_svc.api.openai.shapes import in_slices
 from router_svc.api.responses.encoding import Encoded, event_pieces, pieces_of
-from router_svc.api.responses.output import Output, Shown
+from router_svc.api.responses.output import ResponseOutput, Shown
 from router_svc.api.responses.tools import Names
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.stream import TokenUsage
@@ -57,7 +57,7 @@ class ResponsesFormatter:
         self._repeated: Mapping[str, Any] = fields["repeated"]
         self._has_logprobs: bool = fields["has_logprobs"]
         self._message = ReadMessage(request.reading)
-        self._output = Output(
+        self._output = ResponseOutput(
             request.response_id,
             Names.from_record(fields["names"]),
             encodes_thinking=fields["encodes_thinking"],

@@ -17,7 +17,7 @@ from router_svc.messages.events import CallArguments, CallOpened, Event, Text
 Shown = dict[str, Any]
 
 
-class Output:
+class ResponseOutput:
     """The items of one response, in order. At most the last one is open."""
 
     def __init__(self, response_id: str, names: Names, *, encodes_thinking: bool, id_characters: int) -> None:

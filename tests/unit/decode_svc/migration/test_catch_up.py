@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from decode_svc.migration.catch_up import CatchUpQueue
-from decode_svc.session_events import MAX_COMMAND_BYTES, Backlog
+from decode_svc.session_events import MAX_COMMAND_BYTES, WaitingCommands
 from pdserve.base.errors import Diverged
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import ChoiceTokens
@@ -45,10 +45,10 @@ def command(first_index: int, num_tokens: int = 1) -> pb.DecodeRequest:
     return pb.DecodeRequest(catch_up=pb.CatchUp(choices=[tokens]))
 
 
-def catching_up(steps: Steps, backlog: Backlog | None = None) -> CatchUpQueue:
+def catching_up(steps: Steps, backlog: WaitingCommands | None = None) -> CatchUpQueue:
     worker: Any = steps
     moves: Any = SimpleNamespace(catch_up=steps.catch_up)
-    return CatchUpQueue(worker, moves, RequestId("a"), backlog or Backlog())
+    return CatchUpQueue(worker, moves, RequestId("a"), backlog or WaitingCommands())
 
 
 async def test_all_that_has_come_is_taken_in_between_the_same_two_steps() -> None:
@@ -78,7 +78,7 @@ async def test_an_error_ends_the_session() -> None:
 
 async def test_tokens_count_until_a_step_has_taken_them() -> None:
     """Fails when a router that is far ahead is taken for a wrong request, or can fill the memory."""
-    steps, backlog, large = Steps(), Backlog(), command(5, num_tokens=MAX_COMMAND_BYTES)
+    steps, backlog, large = Steps(), WaitingCommands(), command(5, num_tokens=MAX_COMMAND_BYTES)
     known = catching_up(steps, backlog)
     async with asyncio.timeout(DEADLINE_S), service_group() as tasks:
         backlog.add(large)

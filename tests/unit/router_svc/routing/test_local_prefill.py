@@ -15,7 +15,7 @@ from router_svc.routing.in_flight import InFlight, QueuedPrompt
 from router_svc.routing.local_prefill import (
     CLEARLY_SOONER,
     WORTHWHILE_S,
-    Backlog,
+    ComputeBacklog,
     LocalPrefillReason,
     PrefillPlan,
     is_clearly_sooner,
@@ -146,8 +146,8 @@ def test_a_gain_too_small_to_notice_keeps_the_prompt_remote() -> None:
 def test_a_longer_queue_never_makes_a_worker_the_better_choice(
     here: int, there: int, more: int, here_rate: float, there_rate: float
 ) -> None:
-    decode = Backlog(queued_tokens=here, uncached_tokens=100, tokens_per_s=here_rate)
-    prefill = Backlog(queued_tokens=there, uncached_tokens=100, tokens_per_s=there_rate)
+    decode = ComputeBacklog(queued_tokens=here, uncached_tokens=100, tokens_per_s=here_rate)
+    prefill = ComputeBacklog(queued_tokens=there, uncached_tokens=100, tokens_per_s=there_rate)
     if is_clearly_sooner(decode, prefill):
         assert is_clearly_sooner(decode, replace(prefill, queued_tokens=there + more))
         assert decode.seconds <= CLEARLY_SOONER * prefill.seconds
