@@ -88,7 +88,7 @@ class Eviction:
             self._worker.tasks.start(self._evict(), name="eviction")
 
     async def rebalance(self, num_sequences: int) -> int:
-        """Asks a few requests with at most so many sequences to leave. Returns how many requests. Raises: Draining."""
+        """Asks requests with at most `num_sequences` sequences to leave. Returns how many. Raises: Draining."""
         running = await self._worker.run(self._migrating.running)
         chosen = self._policy.choose_longest(running, num_sequences, _now())
         for attempt_id in chosen:

@@ -1,6 +1,6 @@
 """Renders a request's decision record: a waterfall of its phases, and its decisions, retries and fallbacks.
 
-The record's fields are described in `router_svc.records.record`. Times are seconds since the router accepted the
+The record's fields are described in `router_svc.records.record_json`. Times are seconds since the router accepted the
 request.
 """
 

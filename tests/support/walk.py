@@ -61,7 +61,5 @@ def _path_of(coroutine: Coroutine[Any, Any, Any] | Generator[Any, Any, Any] | No
 
 def _relative(code: CodeType) -> str | None:
     """The path of code of the product, from the root; None: it is of somebody else."""
-    path = Path(code.co_filename)
-    if not path.is_relative_to(ROOT) or str(path.relative_to(ROOT)).split("/")[0] not in PACKAGES:
-        return None
-    return str(path.relative_to(ROOT))
+    path = code.co_filename.removeprefix(f"{ROOT}/")
+    return path if path.startswith(tuple(f"{package}/" for package in PACKAGES)) else None

@@ -87,7 +87,7 @@ class TierService(Protocol):
         """Takes back `drain`: requests come again, and none has to leave."""
 
     async def rebalance(self, num_sequences: int) -> int:
-        """Asks requests with at most so many sequences to move to other workers. Returns how many requests.
+        """Asks requests with at most `num_sequences` sequences to move to other workers. Returns how many requests.
 
         Raises: RequestError in a tier whose requests cannot move.
         """

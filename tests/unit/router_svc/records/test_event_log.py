@@ -36,7 +36,7 @@ def test_the_last_event_of_a_kind_is_found_among_others() -> None:
 
 
 def test_a_view_is_computed_once_until_the_next_event_even_when_an_old_one_is_dropped() -> None:
-    """Fails if the number of kept events tells whether something has happened."""
+    """Fails if a view is thought to be up to date because as many events are kept as before."""
     calls = []
 
     def last_reason(log: EventLog) -> str | None:

@@ -25,9 +25,11 @@ from router_svc.records.events import (
 )
 from router_svc.records.journal import Journal
 from router_svc.records.metrics import RouterMetrics
+from router_svc.records.milestones import Milestone
 from router_svc.records.record import Record
 from router_svc.records.request_state import RequestProgress
 from router_svc.records.spans import RequestTrace
+from router_svc.request.stream import DeltaStream
 from tests.support.spans import KeepingTracer
 from tests.unit.router_svc.records.test_resumable import generation
 
@@ -140,3 +142,12 @@ def test_each_call_to_a_prefill_worker_ends_with_its_own_commit() -> None:
     setup.happen(*RUNNING, Retried(reason="peer_lost", worker=D0, error="Lost"))
     setup.happen(chosen(D1), reserved(D1), chosen(P0, "prefill"), Committed(), started(D1), Ended.finished(["stop"]))
     assert [call[1:3] for call in setup.calls() if call[0] == "prefill-0"] == [(4.0, 6.0), (10.0, 11.0)]
+
+
+def test_the_first_write_of_a_response_is_in_no_record_of_a_prompt_that_has_ended() -> None:
+    """Fails if a prompt that failed before its sibling's first token is told of it: Redis has its record already."""
+    failed, running = Setup(), Setup()
+    failed.happen(Admitted(), Ended.ended_early(None))
+    running.happen(*RUNNING)
+    DeltaStream([running.journal, failed.journal], lambda _: None).first_write()
+    assert [Milestone.FIRST_WRITE in each.journal.record.milestones for each in (running, failed)] == [True, False]

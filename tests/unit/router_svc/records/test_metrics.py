@@ -32,10 +32,13 @@ def test_every_series_has_the_model_and_a_tier() -> None:
     ("name", "labels"),
     [
         ("admission_rejections_total", {"reason": "queue_full"}),
+        ("admission_rejections_total", {"reason": "quarantined"}),
         ("request_outcomes_total", {"outcome": "failed"}),
         ("request_success_total", {"finished_reason": "length"}),
         ("request_retries_total", {"reason": "peer_lost"}),
         ("prefill_fallbacks_total", {"reason": "no_prefill_worker"}),
+        ("prefill_fallbacks_total", {"reason": "layout_mismatch"}),
+        ("prefill_fallbacks_total", {"reason": "quarantine"}),
         ("prefills_total", {"tier": "decode"}),
         ("local_prefills_total", {"reason": "load"}),
         ("requests_received_total", {"tier": "router"}),

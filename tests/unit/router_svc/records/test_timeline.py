@@ -75,7 +75,7 @@ def test_a_duration_that_reaches_back_too_far_is_cut() -> None:
 
 
 def test_the_tokens_behind_a_retry_are_decoded_even_if_the_prompt_is_computed_where_they_are() -> None:
-    """Fails if only the first attempt tells when its tokens come: all that follows would count as prefill."""
+    """Fails if only the first attempt of a request reports its tokens: those of the second would count as prefill."""
     log, worker = EventLog(), WorkerId("d")
     started = DecodeStarted(worker=worker, queue_s=0.0, is_prefilled_locally=True, cached_tokens=0, computing_s=0.5)
     events: list[tuple[float, Event]] = [
