@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.base.config import option, parse_bytes, repeated_option, words_option
+from pdserve.base.config import option, repeated_option, words_option
 from pdserve.base.model_names import models_by_alias, models_by_name
-from pdserve.base.shared_options import ServiceOptions, same_option
+from pdserve.base.option_values import parse_bytes
+from pdserve.base.shared_options import ServiceOptions
 from pdserve.net.hosts import parse_names, parse_origins
 from pdserve.redis.redis_keys import DEFAULT_PREFIX, parse_prefix
 from router_svc.message_formats import AUTO, FORMAT_NAMES, NONE
@@ -18,7 +19,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(ServiceOptions):
     """The router's settings."""
 
     model: tuple[str, ...] = repeated_option(
@@ -142,7 +143,6 @@ class RouterConfig:
     token_timeout_s: float = option(
         300.0, help="the same for workers of a version that sends no keep-alives: seconds without a token", minimum=0.1
     )
-    drain_timeout_s: float = same_option(ServiceOptions, "drain_timeout_s")
     trace_capacity: int = option(1000, help="number of requests whose records are kept in memory", minimum=1)
     special_tokens_in_text: bool = option(
         True, help="a text of a client that spells a special token of the model has that token, as in vLLM"
@@ -171,15 +171,6 @@ class RouterConfig:
     )
     console: bool = option(True, help="serve the console, a page that shows the cluster and its requests, at /console")
     console_clients: int = option(32, help="number of consoles that may be open at the same time", minimum=1)
-    cluster_secret_file: str | None = same_option(ServiceOptions, "cluster_secret_file")
-    peer_ssl_certfile: str | None = same_option(ServiceOptions, "peer_ssl_certfile")
-    peer_ssl_keyfile: str | None = same_option(ServiceOptions, "peer_ssl_keyfile")
-    peer_ssl_ca_certs: str | None = same_option(ServiceOptions, "peer_ssl_ca_certs")
-    peer_ssl_server_name: str | None = same_option(ServiceOptions, "peer_ssl_server_name")
-    log_level: str = same_option(ServiceOptions, "log_level")
-    log_format: str = same_option(ServiceOptions, "log_format")
-    audit_log: str | None = same_option(ServiceOptions, "audit_log")
-    otlp_endpoint: str | None = same_option(ServiceOptions, "otlp_endpoint")
     trace_sample_ratio: float | None = option(
         None, help="share of the requests to trace, 0 to 1, unless the caller has decided; default: 1", minimum=0
     )

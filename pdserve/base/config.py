@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import inspect
 import os
 import tomllib
 import typing
@@ -20,10 +21,9 @@ from typing import Any, TypeVar
 
 from pdserve.base.errors import SetupError
 from pdserve.base.flag_actions import JoinedLines, JoinedWords, OneFlagPerLine
+from pdserve.base.option_values import parse_lines
 
 T = TypeVar("T")
-
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
 _SPEC = "option"
 
 
@@ -86,36 +86,17 @@ def option_spec(field: dataclasses.Field[Any]) -> OptionSpec:
     return spec
 
 
+def option_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
+    """The settings of a class, in the order in which they are shown: its own, then those of its base classes."""
+    declared = {
+        name: depth for depth, each in reversed([*enumerate(cls.__mro__)]) for name in inspect.get_annotations(each)
+    }
+    return sorted(dataclasses.fields(cls), key=lambda field: declared[field.name])
+
+
 def default_of(cls: type[Any], name: str) -> Any:
     """The default of a field in another settings class, for a setting that is passed on to it."""
     return next(field.default for field in dataclasses.fields(cls) if field.name == name)
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of a size such as `2GiB`, `512Mi`, `80GB`, `1.5G` or `1000000`. Raises ValueError."""
-    number = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz ")
-    unit = text.strip().lower()[len(number) :].strip().removesuffix("b")
-    try:
-        return int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{text!r} is not a size; write, for example, 2GiB or 512MiB") from error
-
-
-def parse_ints(text: str) -> tuple[int, ...]:
-    """Comma-separated numbers and ranges: `0,2-3` is (0, 2, 3). Raises ValueError."""
-    values: list[int] = []
-    try:
-        for item in filter(None, text.split(",")):
-            first, dash, last = item.partition("-")
-            values.extend(range(int(first), int(last) + 1) if dash else [int(first)])
-    except ValueError:
-        raise ValueError(f"{text!r} is not a list of numbers and ranges; write, for example, 0,2-3") from None
-    return tuple(values)
-
-
-def parse_lines(text: str) -> tuple[str, ...]:
-    """The lines that are not empty."""
-    return tuple(line for each in text.splitlines() if (line := each.strip()))
 
 
 def load(cls: type[T], service: str, argv: Sequence[str] | None = None, *, description: str | None = None) -> T:
@@ -134,7 +115,7 @@ def load(cls: type[T], service: str, argv: Sequence[str] | None = None, *, descr
 def add_options(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
     """Adds a flag for every field of `cls`, and `--config`."""
     hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
+    for field in option_fields(cls):
         spec = option_spec(field)
         flags = [field.name] if spec.positional else [_flag(field.name)]
         arguments: dict[str, Any] = {"help": _help_text(field), "default": None}

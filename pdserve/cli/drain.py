@@ -9,23 +9,17 @@ from dataclasses import dataclass
 
 from pdserve.base.config import load, option, positional
 from pdserve.base.errors import NotFound, RequestError, SetupError, StaleError
-from pdserve.base.ids import Epoch, WorkerId
 from pdserve.cli.router_client import DEFAULT_BASE_URL, get_model, normal_base_url
 from pdserve.cli.status import ClusterStatus, WorkerStatus
-from pdserve.cli.up_secret import secret_of_run
-from pdserve.net.rpc import mapped_rpc_errors, open_channel
-from pdserve.peers.peer_tls import PeerTls, peer_tls
-from pdserve.peers.seals import Purpose, Seals, receiver_name
-from pdserve.peers.secret import read_secret
+from pdserve.cli.worker_calls import WorkerCallOptions, worker_calls
+from pdserve.peers.seals import Purpose
 from pdserve.v1 import diagnostics_pb2 as pb
-from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc
 
-_CALL_TIMEOUT_S = 10.0
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrainConfig:
+class DrainConfig(WorkerCallOptions):
     """Settings of `pdserve drain`."""
 
     worker: str = positional("", help="id of the worker, or one of its addresses", metavar="WORKER")
@@ -33,19 +27,6 @@ class DrainConfig:
     wait: bool = option(True, help="wait until no request is left on the worker")
     force: bool = option(False, help="drain the last ready worker of its tier, too")
     base_url: str = option(DEFAULT_BASE_URL, help="address of the router", metavar="URL")
-    api_key: str | None = option(None, help="API key; default: the variable PDSERVE_API_KEY", metavar="KEY")
-    cluster_secret_file: str | None = option(
-        None,
-        help="file with the cluster's secret; default: the variable PDSERVE_CLUSTER_SECRET, or that of the running "
-        "`pdserve up`",
-        metavar="FILE",
-    )
-    peer_ssl_certfile: str | None = option(None, help="where workers speak TLS: own certificate", metavar="FILE")
-    peer_ssl_keyfile: str | None = option(None, help="the certificate's private key", metavar="FILE")
-    peer_ssl_ca_certs: str | None = option(None, help="certificates of the workers' CAs", metavar="FILE")
-    peer_ssl_server_name: str | None = option(
-        None, help="name in the certificates of all workers; default: the address of each", metavar="NAME"
-    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,8 +39,7 @@ def main(argv: Sequence[str]) -> int:
     worker = find_worker(cluster.workers, config.worker)
     if not (config.undo or config.force):
         require_another(cluster.workers, worker)
-    seals = Seals(read_secret(config.cluster_secret_file) or secret_of_run(base_url))
-    asyncio.run(_drain(worker, config, seals, peer_tls(config)))
+    asyncio.run(_drain(worker, config, base_url))
     return 0
 
 
@@ -82,17 +62,13 @@ def require_another(workers: Sequence[WorkerStatus], worker: WorkerStatus) -> No
         )
 
 
-async def _drain(worker: WorkerStatus, config: DrainConfig, seals: Seals, tls: PeerTls | None) -> None:
-    receiver = receiver_name(WorkerId(worker.worker_id), Epoch(worker.epoch))
-    async with open_channel(worker.grpc_address, tls) as channel:
-        stub = pb_grpc.DiagnosticsServiceStub(channel)
+async def _drain(worker: WorkerStatus, config: DrainConfig, base_url: str) -> None:
+    async with worker_calls(worker, config, base_url) as calls:
 
         async def call(*, undo: bool = False, query: bool = False) -> pb.DrainResponse:
-            # Sealed anew each time: a worker opens a message once.
-            request = seals.seal(Purpose.DRAIN, receiver, pb.DrainRequest(undo=undo, query=query))
-            with mapped_rpc_errors(f"worker {worker.worker_id}"):
-                answer: pb.DrainResponse = await stub.Drain(request, timeout=_CALL_TIMEOUT_S)
-                return answer
+            request = pb.DrainRequest(undo=undo, query=query)
+            answer: pb.DrainResponse = await calls.send(calls.stub.Drain, Purpose.DRAIN, request)
+            return answer
 
         answer = await call(undo=config.undo)
         if config.undo:

@@ -10,45 +10,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.base.config import load, option
-from pdserve.base.ids import Epoch, WorkerId
-from pdserve.base.shared_options import same_option
-from pdserve.cli.drain import DrainConfig
-from pdserve.cli.router_client import get_model, normal_base_url
+from pdserve.cli.router_client import DEFAULT_BASE_URL, get_model, normal_base_url
 from pdserve.cli.status import ClusterStatus, WorkerStatus
-from pdserve.cli.up_secret import secret_of_run
-from pdserve.net.rpc import mapped_rpc_errors, open_channel
-from pdserve.peers.peer_tls import PeerTls, peer_tls
-from pdserve.peers.seals import Purpose, Seals, receiver_name
-from pdserve.peers.secret import read_secret
+from pdserve.cli.worker_calls import WorkerCallOptions, worker_calls
+from pdserve.peers.seals import Purpose
 from pdserve.v1 import diagnostics_pb2 as pb
-from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc
 
-_CALL_TIMEOUT_S = 10.0
 _POLL_S = 0.5
 #: Time in which some request must have moved, or ended.
 _PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RebalanceConfig:
+class RebalanceConfig(WorkerCallOptions):
     """Settings of `pdserve rebalance`."""
 
     wait: bool = option(True, help="go on until the decode workers have equally many sequences")
-    base_url: str = same_option(DrainConfig, "base_url")
-    api_key: str | None = same_option(DrainConfig, "api_key")
-    cluster_secret_file: str | None = same_option(DrainConfig, "cluster_secret_file")
-    peer_ssl_certfile: str | None = same_option(DrainConfig, "peer_ssl_certfile")
-    peer_ssl_keyfile: str | None = same_option(DrainConfig, "peer_ssl_keyfile")
-    peer_ssl_ca_certs: str | None = same_option(DrainConfig, "peer_ssl_ca_certs")
-    peer_ssl_server_name: str | None = same_option(DrainConfig, "peer_ssl_server_name")
+    base_url: str = option(DEFAULT_BASE_URL, help="address of the router", metavar="URL")
 
 
 def main(argv: Sequence[str]) -> int:
     """Balances the load, and shows how many sequences each decode worker has. Raises `PdserveError`."""
     config = load(RebalanceConfig, "rebalance", argv, description=__doc__)
-    base_url = normal_base_url(config.base_url)
-    seals = Seals(read_secret(config.cluster_secret_file) or secret_of_run(base_url))
-    asyncio.run(_balance(base_url, config, seals, peer_tls(config)))
+    asyncio.run(_balance(normal_base_url(config.base_url), config))
     return 0
 
 
@@ -63,7 +47,7 @@ def sequences_too_many(workers: Sequence[WorkerStatus]) -> dict[str, int]:
     return too_many
 
 
-async def _balance(base_url: str, config: RebalanceConfig, seals: Seals, tls: PeerTls | None) -> None:
+async def _balance(base_url: str, config: RebalanceConfig) -> None:
     shown, until, fewest = "", time.monotonic() + _PATIENCE_S, math.inf
     while True:
         cluster = await asyncio.to_thread(get_model, base_url, "/v1/cluster", ClusterStatus, config.api_key)
@@ -76,7 +60,7 @@ async def _balance(base_url: str, config: RebalanceConfig, seals: Seals, tls: Pe
             return
         if sum(too_many.values()) < fewest:
             until, fewest = time.monotonic() + _PATIENCE_S, sum(too_many.values())
-        requested = await _ask(cluster.workers, too_many, seals, tls)
+        requested = await _ask(cluster.workers, too_many, config, base_url)
         if not config.wait:
             print(f"{requested} {'request' if requested == 1 else 'requests'} should leave.")
             return
@@ -86,19 +70,17 @@ async def _balance(base_url: str, config: RebalanceConfig, seals: Seals, tls: Pe
         await asyncio.sleep(_POLL_S)
 
 
-async def _ask(workers: Sequence[WorkerStatus], too_many: Mapping[str, int], seals: Seals, tls: PeerTls | None) -> int:
+async def _ask(
+    workers: Sequence[WorkerStatus], too_many: Mapping[str, int], config: RebalanceConfig, base_url: str
+) -> int:
     """Asks requests of these workers to leave. Returns how many."""
     requested = 0
     for worker in workers:
         if worker.worker_id not in too_many:
             continue
-        receiver = receiver_name(WorkerId(worker.worker_id), Epoch(worker.epoch))
         request = pb.RebalanceRequest(num_sequences=too_many[worker.worker_id])
-        async with open_channel(worker.grpc_address, tls) as channel:
-            with mapped_rpc_errors(f"worker {worker.worker_id}"):
-                answer: pb.RebalanceResponse = await pb_grpc.DiagnosticsServiceStub(channel).Rebalance(
-                    seals.seal(Purpose.REBALANCE, receiver, request), timeout=_CALL_TIMEOUT_S
-                )
+        async with worker_calls(worker, config, base_url) as calls:
+            answer: pb.RebalanceResponse = await calls.send(calls.stub.Rebalance, Purpose.REBALANCE, request)
         requested += answer.requests
     return requested
 

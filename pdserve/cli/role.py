@@ -10,39 +10,26 @@ from typing import get_args
 
 from pdserve.base.config import load, option, positional
 from pdserve.base.errors import RequestError, SetupError, StaleError
-from pdserve.base.ids import Epoch, WorkerId
-from pdserve.base.shared_options import same_option
-from pdserve.cli.drain import DrainConfig, find_worker
-from pdserve.cli.router_client import get_model, normal_base_url
+from pdserve.cli.drain import find_worker
+from pdserve.cli.router_client import DEFAULT_BASE_URL, get_model, normal_base_url
 from pdserve.cli.status import ClusterStatus, WorkerStatus
-from pdserve.cli.up_secret import secret_of_run
-from pdserve.net.rpc import mapped_rpc_errors, open_channel
-from pdserve.peers.peer_tls import PeerTls, peer_tls
-from pdserve.peers.seals import Purpose, Seals, receiver_name
-from pdserve.peers.secret import read_secret
+from pdserve.cli.worker_calls import WorkerCallOptions, worker_calls
+from pdserve.peers.seals import Purpose
 from pdserve.peers.workers import Tier
 from pdserve.v1 import diagnostics_pb2 as pb
-from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc
 
-_CALL_TIMEOUT_S = 10.0
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoleConfig:
+class RoleConfig(WorkerCallOptions):
     """Settings of `pdserve role`."""
 
     worker: str = positional("", help="id of the worker, or one of its addresses", metavar="WORKER")
     role: str = positional("", help="its new tier: prefill or decode", metavar="ROLE")
     wait: bool = option(True, help="wait until no request of the former role is left on the worker")
     force: bool = option(False, help="take the last ready decode worker, too")
-    base_url: str = same_option(DrainConfig, "base_url")
-    api_key: str | None = same_option(DrainConfig, "api_key")
-    cluster_secret_file: str | None = same_option(DrainConfig, "cluster_secret_file")
-    peer_ssl_certfile: str | None = same_option(DrainConfig, "peer_ssl_certfile")
-    peer_ssl_keyfile: str | None = same_option(DrainConfig, "peer_ssl_keyfile")
-    peer_ssl_ca_certs: str | None = same_option(DrainConfig, "peer_ssl_ca_certs")
-    peer_ssl_server_name: str | None = same_option(DrainConfig, "peer_ssl_server_name")
+    base_url: str = option(DEFAULT_BASE_URL, help="address of the router", metavar="URL")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,8 +47,7 @@ def main(argv: Sequence[str]) -> int:
     worker = find_worker(cluster.workers, config.worker)
     if not config.force:
         require_decode_worker(cluster.workers, worker, config.role)
-    seals = Seals(read_secret(config.cluster_secret_file) or secret_of_run(base_url))
-    asyncio.run(_change(worker, config, seals, peer_tls(config)))
+    asyncio.run(_change(worker, config, base_url))
     return 0
 
 
@@ -76,18 +62,13 @@ def require_decode_worker(workers: Sequence[WorkerStatus], worker: WorkerStatus,
         )
 
 
-async def _change(worker: WorkerStatus, config: RoleConfig, seals: Seals, tls: PeerTls | None) -> None:
-    receiver = receiver_name(WorkerId(worker.worker_id), Epoch(worker.epoch))
-    async with open_channel(worker.grpc_address, tls) as channel:
-        stub = pb_grpc.DiagnosticsServiceStub(channel)
+async def _change(worker: WorkerStatus, config: RoleConfig, base_url: str) -> None:
+    async with worker_calls(worker, config, base_url) as calls:
 
         async def call(*, query: bool = False) -> pb.ChangeRoleResponse:
-            # Sealed anew each time: a worker opens a message once.
             request = pb.ChangeRoleRequest(role=config.role, reason="operator", query=query)
-            request = seals.seal(Purpose.ROLE, receiver, request)
-            with mapped_rpc_errors(f"worker {worker.worker_id}"):
-                answer: pb.ChangeRoleResponse = await stub.ChangeRole(request, timeout=_CALL_TIMEOUT_S)
-                return answer
+            answer: pb.ChangeRoleResponse = await calls.send(calls.stub.ChangeRole, Purpose.ROLE, request)
+            return answer
 
         answer, shown = await call(), 0
         print(f"{worker.worker_id} takes requests of the {config.role} tier.", flush=True)

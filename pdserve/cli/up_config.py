@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_svc.config import DecodeConfig
-from pdserve.base.config import default_of, option, parse_bytes, repeated_option, words_option
+from pdserve.base.config import default_of, option, repeated_option, words_option
 from pdserve.base.logs import FORMATS, LEVELS
+from pdserve.base.option_values import parse_bytes
 from pdserve.base.shared_options import same_option
 from pdserve.net.hosts import parse_names
 from pdserve.redis.redis_keys import DEFAULT_PREFIX, parse_prefix

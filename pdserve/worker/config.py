@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.base.addresses import parse_host, parse_worker_id
-from pdserve.base.config import option, parse_bytes, parse_ints
-from pdserve.base.shared_options import ServiceOptions, same_option
+from pdserve.base.config import option
+from pdserve.base.option_values import parse_bytes, parse_ints
+from pdserve.base.shared_options import ServiceOptions
 from pdserve.redis.redis_keys import DEFAULT_PREFIX, parse_prefix
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -23,7 +24,7 @@ QUANTIZATIONS = ("int8",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig:
+class WorkerConfig(ServiceOptions):
     """Settings of a worker of either tier."""
 
     model: str = option(help="directory of the model, as `pdserve up` prepared it", metavar="DIR")
@@ -121,16 +122,6 @@ class WorkerConfig:
     stall_timeout_s: float = option(
         300.0, help="seconds that a step may take, compiling apart, before /livez reports a hang", minimum=1
     )
-    drain_timeout_s: float = same_option(ServiceOptions, "drain_timeout_s")
-    cluster_secret_file: str | None = same_option(ServiceOptions, "cluster_secret_file")
-    peer_ssl_certfile: str | None = same_option(ServiceOptions, "peer_ssl_certfile")
-    peer_ssl_keyfile: str | None = same_option(ServiceOptions, "peer_ssl_keyfile")
-    peer_ssl_ca_certs: str | None = same_option(ServiceOptions, "peer_ssl_ca_certs")
-    peer_ssl_server_name: str | None = same_option(ServiceOptions, "peer_ssl_server_name")
-    log_level: str = same_option(ServiceOptions, "log_level")
-    log_format: str = same_option(ServiceOptions, "log_format")
-    audit_log: str | None = same_option(ServiceOptions, "audit_log")
-    otlp_endpoint: str | None = same_option(ServiceOptions, "otlp_endpoint")
 
     @property
     def trace_sample_ratio(self) -> float | None:

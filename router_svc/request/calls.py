@@ -83,7 +83,13 @@ class DecodeCall:
     One task reads the events. Another one may wait for the milestones among them, which are tickets and the start.
     """
 
-    def __init__(self, stream: MessageStream[decode_pb2.DecodeResponse], worker: WorkerRecord) -> None:
+    def __init__(
+        self,
+        stream: MessageStream[decode_pb2.DecodeResponse],
+        worker: WorkerRecord,
+        on_wanted: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_wanted` is called when the worker wants the request to move, or asks where to copy its blocks."""
         self._stream = stream
         self._peer = _name_of(worker)
         self.worker = worker
@@ -97,8 +103,8 @@ class DecodeCall:
         self.leave_reason = ""
         #: Set while the worker asks where to copy the request's blocks: epoch of one that could not take them, or 0.
         self.replica_wanted: int | None = None
-        #: Called when the worker asks for one of the two, and when it has sent blocks to where the request moves.
-        self.on_wanted: Callable[[], None] = lambda: None
+        self._on_wanted = on_wanted
+        #: Called when the worker has sent blocks to where the request moves.
         self.on_handed_off: Callable[[decode_pb2.HandedOff], None] = lambda result: None
 
     @property
@@ -133,10 +139,10 @@ class DecodeCall:
         self.has_ended = event.HasField("ended")
         if kind == "leave":
             self.leave_reason = "" if event.leave.is_withdrawn else event.leave.reason
-            self.on_wanted()
+            self._on_wanted()
         elif kind == "replica_wanted":
             self.replica_wanted = event.replica_wanted.failed_epoch
-            self.on_wanted()
+            self._on_wanted()
         elif kind == "handed_off":
             self.on_handed_off(event.handed_off)
         return event
@@ -165,15 +171,18 @@ class DecodeCall:
 
 @asynccontextmanager
 async def decode_call(
-    worker: WorkerRecord, streams: StreamPool[decode_pb2.DecodeResponse]
+    worker: WorkerRecord, streams: StreamPool[decode_pb2.DecodeResponse], on_wanted: Callable[[], None] = lambda: None
 ) -> AsyncIterator[DecodeCall]:
-    """Connects to the worker; leaving the block frees the blocks there. Raises `DecodeFailed` if it is unreachable."""
+    """Connects to the worker; leaving the block frees the blocks there. `on_wanted`: see `DecodeCall`.
+
+    Raises `DecodeFailed` if it is unreachable.
+    """
     try:
         stream = await _connect(worker, streams)
     except PeerLost as error:
         raise DecodeFailed(error, worker) from error
     try:
-        yield DecodeCall(stream, worker)
+        yield DecodeCall(stream, worker, on_wanted)
     finally:
         stream.close()
 

@@ -17,7 +17,7 @@ import pytest
 
 import pdserve
 from decode_svc.config import DecodeConfig
-from pdserve.base.config import add_options, option_spec
+from pdserve.base.config import add_options, option_fields, option_spec
 from pdserve.cli.__main__ import COMMANDS
 from pdserve.cli.bench.config import ServeConfig
 from pdserve.cli.chaos.config import ChaosConfig
@@ -129,7 +129,7 @@ def test_every_flag_is_documented_with_its_default(heading: str, config: type, w
     inherited = {field.name for field in dataclasses.fields(without)} if without is not None else set()
     fields = {
         field.name.upper() if option_spec(field).positional else f"--{field.name.replace('_', '-')}": field
-        for field in dataclasses.fields(config)
+        for field in option_fields(config)
         if field.name not in inherited
     }
     rows = {row[0].strip("`"): row[1] for row in table_rows(section("docs/operations/flags.md", heading))}

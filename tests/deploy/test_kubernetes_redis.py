@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.base.config import parse_bytes
+from pdserve.base.option_values import parse_bytes
 from pdserve.redis.store import Store
 from tests.deploy.manifests import NAMES, of_kind, workloads
 from tests.deploy.pods import Node

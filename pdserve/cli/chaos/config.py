@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.base.config import option, parse_bytes, positional, words_option
+from pdserve.base.config import option, positional, words_option
 from pdserve.base.errors import SetupError
+from pdserve.base.option_values import parse_bytes
 from pdserve.cli.chaos.faults import DEFAULT_KINDS, KINDS
 from pdserve.cli.up_config import DEFAULT_MODEL
 

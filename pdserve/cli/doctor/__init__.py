@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.base.config import load, option, parse_bytes
+from pdserve.base.config import load, option
 from pdserve.base.errors import PdserveError, Unauthorized
+from pdserve.base.option_values import parse_bytes
 from pdserve.cli.doctor.cluster_checks import check_cluster, check_redis
 from pdserve.cli.doctor.facts import ClusterFacts
 from pdserve.cli.doctor.finding import Finding, error, exit_status, info
@@ -16,13 +17,11 @@ from pdserve.cli.doctor.machine_checks import check_machine
 from pdserve.cli.doctor.report import as_json, show
 from pdserve.cli.router_client import DEFAULT_BASE_URL, get_model, normal_base_url
 from pdserve.cli.status import ClusterStatus
-from pdserve.cli.up_secret import secret_of_run
+from pdserve.cli.worker_calls import WorkerCallOptions
 from pdserve.model.fetch.cache import default_cache_dir
 from pdserve.observe.facts.machine import machine_facts
 from pdserve.observe.facts.redis import redis_facts
 from pdserve.peers.peer_tls import peer_tls
-from pdserve.peers.seals import Seals
-from pdserve.peers.secret import read_secret
 from pdserve.redis.redis_keys import DEFAULT_PREFIX, parse_prefix
 from pdserve.redis.store import Store
 
@@ -30,13 +29,12 @@ _HERE = "this machine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorConfig:
+class DoctorConfig(WorkerCallOptions):
     """Settings of `pdserve doctor`."""
 
     base_url: str | None = option(
         None, help=f"address of the router; default: {DEFAULT_BASE_URL}, if one answers there", metavar="URL"
     )
-    api_key: str | None = option(None, help="API key; default: the variable PDSERVE_API_KEY", metavar="KEY")
     json: bool = option(False, help="print JSON instead of text")
     redis_url: str | None = option(None, help="Redis to check from here, too", metavar="URL")
     redis_prefix: str = option(
@@ -46,18 +44,6 @@ class DoctorConfig:
         16, help="most pairs of workers between which a transfer is tested; 0: none", metavar="N", minimum=0
     )
     transfer_size: int = option(32 << 20, help="size of a test transfer, such as 32MiB", parse=parse_bytes)
-    cluster_secret_file: str | None = option(
-        None,
-        help="file with the cluster's secret; default: the variable PDSERVE_CLUSTER_SECRET, or that of the running "
-        "`pdserve up`",
-        metavar="FILE",
-    )
-    peer_ssl_certfile: str | None = option(None, help="where workers speak TLS: own certificate", metavar="FILE")
-    peer_ssl_keyfile: str | None = option(None, help="the certificate's private key", metavar="FILE")
-    peer_ssl_ca_certs: str | None = option(None, help="certificates of the workers' CAs", metavar="FILE")
-    peer_ssl_server_name: str | None = option(
-        None, help="name in the certificates of all workers; default: the address of each", metavar="NAME"
-    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,7 +73,7 @@ async def diagnose(config: DoctorConfig) -> tuple[list[Finding], ClusterFacts | 
         max_pairs=config.max_pairs,
         num_bytes=config.transfer_size,
         tls=peer_tls(config),
-        seals=Seals(read_secret(config.cluster_secret_file) or secret_of_run(base_url)),
+        seals=config.seals(base_url),
     )
     cluster = await cluster_facts(status, base_url, plan)
     return findings + check_cluster(cluster), cluster

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decode_svc.config import DecodeConfig
-from pdserve.base.config import default_of, load, option, parse_bytes, positional
+from pdserve.base.config import default_of, load, option, positional
 from pdserve.base.errors import SetupError
+from pdserve.base.option_values import parse_bytes
 from pdserve.cli.byte_sizes import decimal_size
 from pdserve.cli.model_sizes import ModelSizes, SizeOptions, model_sizes
 from pdserve.cli.plan.capacity import GB, MARGIN, Load, Machine, Memory, assumed_speeds, fit, workers

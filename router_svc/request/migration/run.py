@@ -91,8 +91,8 @@ class MigratingRun:
 
         async def serve() -> DecodeFailed | PdserveError | None:
             try:
-                async with decode_call(worker, self._cluster.streams) as call:
-                    worker_run.call, call.on_wanted = call, self._changed.set
+                async with decode_call(worker, self._cluster.streams, self._changed.set) as call:
+                    worker_run.call = call
                     await run(call)
             except (DecodeFailed, PdserveError) as error:
                 return error

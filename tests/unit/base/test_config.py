@@ -12,12 +12,12 @@ from pdserve.base.config import (
     add_options,
     from_arguments,
     option,
-    parse_bytes,
-    parse_ints,
+    option_fields,
     repeated_option,
     words_option,
 )
 from pdserve.base.errors import SetupError
+from pdserve.base.option_values import parse_bytes, parse_ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,3 +119,13 @@ def test_a_flag_may_be_given_several_times(tmp_path: Path) -> None:
     assert load("--config", str(file), "--model", "z").model == ("z",)
     with pytest.raises(SetupError, match="--model is required"):
         load()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Derived(_Config):
+    extra: str = option("", help="one more")
+
+
+def test_settings_are_shown_before_those_of_their_base_class() -> None:
+    names = [field.name for field in option_fields(_Derived)]
+    assert names == ["extra", *(field.name for field in option_fields(_Config))]

@@ -52,9 +52,8 @@ async def test_a_worker_may_take_back_that_it_is_to_be_left() -> None:
 
     worker: Any = SimpleNamespace(worker_id="d", tier="decode", grpc_address="", stream_address="", epoch=1)
     limits = cast(SilenceLimits, SimpleNamespace(of_decode=lambda worker, has_started: None))
-    call = DecodeCall(cast(Any, SimpleNamespace(read=read)), worker)
     reasons: list[str] = []
-    call.on_wanted = lambda: reasons.append(call.leave_reason)
+    call = DecodeCall(cast(Any, SimpleNamespace(read=read)), worker, lambda: reasons.append(call.leave_reason))
     await call.next_event(limits)
     assert call.must_leave
     await call.next_event(limits)
