@@ -13,6 +13,7 @@ from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.job import PromptJob
 from pdserve.engine.sequence import SampleRow, Sequence
 from pdserve.engine.sequence_limits import SequenceLimits
+from pdserve.engine.spare_time import is_decoding_next
 from pdserve.engine.step import Grant, PrefillChunk, PrefillProgress, RequestStarted
 
 
@@ -170,12 +171,15 @@ class ScheduledRequest:
     def chunk(self, sequence: Sequence, stop: int, limits: SequenceLimits) -> PrefillChunk:
         """Tokens `[num_computed, stop)` of the prompt, or of a preempted choice; the last chunk is sampled from."""
         samples: tuple[SampleRow, ...] = ()
+        is_output = is_decoding_next(sequence)
         if stop == sequence.num_tokens:
             if sequence.sampling is not None:
                 samples = (sequence.sampling,)
             else:
                 samples = tuple(limits.sample_row(sequence, choice) for choice in self.sampled_choices())
-        return PrefillChunk(sequence=sequence, start=sequence.num_computed, stop=stop, samples=samples)
+        return PrefillChunk(
+            sequence=sequence, start=sequence.num_computed, stop=stop, samples=samples, is_output=is_output
+        )
 
     def sampled_choices(self) -> tuple[int, ...]:
         """Choices whose first token is to be sampled here."""

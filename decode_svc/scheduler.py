@@ -30,7 +30,7 @@ from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.event_log import StepEventLog
 from pdserve.engine.pace import Pace
 from pdserve.engine.running import RunningSet
-from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, Sequence
+from pdserve.engine.sequence import DELAYED, Sampled, SampleDelayed, SampleFailure, SampleResult, Sequence
 from pdserve.engine.step import Load, PrefillChunk, StepEvents, StepPlan
 
 
@@ -258,8 +258,8 @@ class DecodeScheduler:
             self._events.finished.append(request.attempt_id)
 
     def _take_decoded(self, sequence: Sequence, result: SampleResult) -> None:
-        if not sequence.block_table:  # It ended in the step before, or another choice failed earlier in this one.
-            return
+        if not sequence.block_table or isinstance(result, SampleDelayed):
+            return  # It ended in the step before, another choice failed earlier in this one, or its row comes again.
         self._blocks.advance(sequence, len(sequence.tokens))
         if isinstance(result, Sampled):
             self._take_token(self._requests[sequence.request_id], sequence, result)
@@ -269,8 +269,9 @@ class DecodeScheduler:
     def _take_chunk(self, chunk: PrefillChunk, results: list[SampleResult]) -> None:
         if (request := self._requests.get(chunk.sequence.request_id)) is None:
             return
-        self._blocks.advance(chunk.sequence, chunk.stop)
-        tokens = [result for result in results if isinstance(result, Sampled)]
+        is_delayed = DELAYED in results  # All that is sampled from its last token comes again.
+        self._blocks.advance(chunk.sequence, max(chunk.sequence.num_computed, chunk.stop - is_delayed))
+        tokens = [] if is_delayed else [result for result in results if isinstance(result, Sampled)]
         if failures := [result for result in results if isinstance(result, SampleFailure)]:
             self.fail(request.request_id, failures[0])
         elif request.phase is DecodePhase.COMPUTING:
@@ -293,8 +294,7 @@ class DecodeScheduler:
         self._run_choices(request, request.first_tokens(first_tokens))
 
     def _take_token(self, request: ScheduledRequest, sequence: Sequence, sampled: Sampled) -> None:
-        tokens = self._limits.choice_tokens(sequence, sequence.choice_index, sampled)
+        tokens = self._limits.take(sequence, sampled)
         self._events.tokens.setdefault(request.attempt_id, []).append(tokens)
-        sequence.tokens.append(sampled.token_id)
         if tokens.finish_reason is not None:
             self._end_choice(request, sequence)

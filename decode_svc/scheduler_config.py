@@ -44,6 +44,8 @@ class DecodeSchedulerConfig:
     max_receivable_blocks: int = sys.maxsize
     #: Blocks that arrive together.
     bundle_blocks: int = 1
+    #: Tokens that a grammar forces are appended at once, and computed together.
+    appends_forced: bool = False
 
     def running_limits(self, pool: BlockPool) -> RunningLimits:
         """Bounds on a step; `pool` determines the size of a block."""
@@ -70,4 +72,5 @@ class DecodeSchedulerConfig:
         the pool alone, so it could neither grow nor gain by preemption.
         """
         capacity = pool.num_blocks // pool.num_groups * pool.block_size
-        return replace(self.limits, max_model_len=min(self.limits.max_model_len, capacity + 1))
+        max_model_len = min(self.limits.max_model_len, capacity + 1)
+        return replace(self.limits, max_model_len=max_model_len, appends_forced=self.appends_forced)

@@ -72,6 +72,8 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
                 max_reserved_share=config.max_reserved_share,
                 max_receivable_blocks=worker.blocks.max_blocks,
                 bundle_blocks=worker.blocks.bundle_blocks,
+                # On a GPU, steps with several tokens of a sequence are launched kernel by kernel.
+                appends_forced=config.device == "cpu",
             ),
         )
         self._worker = worker

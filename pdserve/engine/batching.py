@@ -82,7 +82,7 @@ class BatchBuilder:
         num_blocks = [-(-context_len // block_size) for context_len in context_lens]
         rows = self._rows = _Rows.of(
             self._buffers,
-            num_tokens=num_decoding + plan.num_prefill_tokens,
+            num_tokens=plan.num_tokens,
             num_sequences=len(tables),
             num_logits=num_decoding + sum(chunk.num_logits for chunk in plan.chunks),
             num_blocks=max(num_blocks),

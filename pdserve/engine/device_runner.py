@@ -6,11 +6,13 @@ All steps run in one stream. So a step sees all writes of earlier ones, and may 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from kernels.decoder import LayerListener
+from pdserve.engine.mask_threads import sampled_but
 from pdserve.engine.runner import ReportLayers, Results, Runner, StepCache, TokenSampler
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.engine.step import StepPlan
@@ -68,9 +70,14 @@ class DeviceRunner(Runner):
         rows, logits_rows = plan.sample_rows()
         if batch is None or not rows:
             return super().launch(plan, batch, report_layers)
+        self._masks.start(plan)
         on_layer = self._prepare(plan, report_layers)
         token_ids = self._token_ids if plan.is_ahead else None
         logits = self._decoder.forward(batch, self.kv_cache.tensor, on_layer, token_ids=token_ids)
+        if late := self._masks.late():
+            self._sampler.wait_for_step()
+            results = sampled_but(late, rows, logits_rows, partial(self._sampler.sample, logits))
+            return lambda: results
         samples = self._sampler.launch(logits, rows, logits_rows, is_ahead=plan.is_ahead)
         self._token_ids = samples.token_ids
         return samples.results

@@ -18,6 +18,7 @@ from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.batching import BatchBuilder
+from pdserve.engine.mask_threads import MaskThreads, sampled_but
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.engine.step import LayersWritten, StepPlan
 from pdserve.model.batch import Batch
@@ -81,6 +82,7 @@ class Runner:
         self._decoder = decoder
         self._sampler = sampler
         self._batches = BatchBuilder(kv_cache.layout.block_size)
+        self._masks = MaskThreads()
 
     def build(self, plan: StepPlan) -> Batch | None:
         """The model's input, valid until the next call; None for a plan without sequences."""
@@ -92,6 +94,7 @@ class Runner:
         The plan's reports are sent during the launch, if the decoder calls back after each layer. Raises
         `PassInterrupted`.
         """
+        self._masks.start(plan)
         return partial(self.sample, plan, self.forward(plan, batch, report_layers))
 
     def forward(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Tensor | None:
@@ -136,7 +139,7 @@ class Runner:
             return []
         rows, logits_rows = plan.sample_rows()
         if rows and logits is not None:
-            return self._sampler.sample(logits, rows, logits_rows)
+            return sampled_but(self._masks.late(), rows, logits_rows, partial(self._sampler.sample, logits))
         self._sampler.wait_for_step()
         return []
 

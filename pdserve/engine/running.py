@@ -114,8 +114,7 @@ class RunningSet:
     @property
     def num_pending_tokens(self) -> int:
         """Tokens to compute before all sequences decode."""
-        pending = (len(s.tokens) - s.num_computed for s in self)
-        return sum(count for count in pending if count > 1)
+        return sum(each.num_pending for each in self if each.num_pending > 1 and not is_decoding_next(each))
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._active
@@ -159,8 +158,7 @@ class RunningSet:
         The plan always has the oldest active sequence, unless blocks held outside of this set leave none for it, or
         requests take turns: those that run alone, each in a step of its own, and all others.
         """
-        takes_turns = self._num_alone > 0
-        if takes_turns:
+        if takes_turns := self._num_alone > 0:
             self._turn = self._next_turn()
         num_others, max_num_seqs = self._num_active_of_others(), self._limits.max_num_seqs
         is_decoding = is_awaiting or any(
@@ -180,7 +178,10 @@ class RunningSet:
             num_planned += 1
             if is_decoding_next(sequence):
                 if self._extend_or_preempt(sequence, len(sequence.tokens)):
-                    decoding.append(sequence)
+                    if sequence.num_pending == 1:
+                        decoding.append(sequence)
+                    else:
+                        chunks.append((sequence, len(sequence.tokens)))
                     spare.take_row()
                 continue
             tokens = min(budget, spare.num_tokens_of(sequence)) if gives_way else budget

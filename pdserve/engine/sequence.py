@@ -84,6 +84,25 @@ class SampleRow:
         early = self._too_early(self.position) if self._knows_end else ()
         return self.grammar.allowed(self.tokens, self.num_prompt, early, self.listed)
 
+    def find_allowed(self) -> None:
+        """Finds what the grammar allows, on whichever thread, so that `allowed` returns at once."""
+        if self.grammar is not None:
+            self.grammar.find(self.tokens, self.num_prompt)
+
+    @property
+    def is_found(self) -> bool:
+        """Whether `allowed` would return at once."""
+        return self.grammar is None or self.grammar.is_found(self.tokens, self.num_prompt)
+
+    def forced(self, token: int) -> list[int]:
+        """Tokens that follow `token`, the next one, whatever the model computes.
+
+        None where log-probabilities of the model are reported, or rules besides the grammar could forbid one.
+        """
+        if self.grammar is None or self.rules is not None or self.params.logprobs is not None:
+            return []
+        return self.grammar.forced(token)
+
     @property
     def _knows_end(self) -> bool:
         return self.grammar is not None and self.grammar.knows_end
@@ -109,13 +128,19 @@ class SampleFailure:
     is_unprepared: bool = False
 
 
-SampleResult = Sampled | SampleFailure
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleDelayed:
+    """No token could be sampled yet: the same row is to be computed again."""
+
+
+DELAYED = SampleDelayed()
+SampleResult = Sampled | SampleFailure | SampleDelayed
 
 
 def unprepared(error: Exception) -> SampleFailure:
     """The result of a row whose preparation has raised `error`, which the caller logs."""
     if isinstance(error, GrammarFailed):
-        return SampleFailure(reason=f"its grammar allows no token: {error}", is_unprepared=True)
+        return SampleFailure(reason=f"its grammar cannot be followed: {error}", is_unprepared=True)
     name = type(error).__name__
     return SampleFailure(reason=f"its part of a step could not be prepared ({name})", is_unprepared=True)
 
@@ -152,6 +177,8 @@ class Sequence:
     num_slots: int = 0
     #: Tokens whose KV is stored in the block table.
     num_computed: int = 0
+    #: The last of the tokens, which a grammar has forced behind the last one that was sampled.
+    num_forced: int = 0
     #: Blocks of each table that were registered with the pool for reuse, if they were held.
     num_registered: int = 0
     #: Position in the order of admission; the oldest has the smallest.

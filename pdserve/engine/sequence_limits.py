@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.base.errors import RequestError
 from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams, check_sampling, check_vocabulary
@@ -19,6 +19,8 @@ class SequenceLimits:
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int] = frozenset()
+    #: Tokens that a grammar forces are appended at once.
+    appends_forced: bool = False
 
     def check(self, prompt: Items[int], params: SamplingParams) -> None:
         """Raises `RequestError` for a request that would break a step. Call it before anything of it is stored."""
@@ -59,6 +61,22 @@ class SequenceLimits:
             finish_reason=reason,
             stop_token_id=token if reason is FinishReason.STOP else None,
         )
+
+    def take(self, sequence: Sequence, sampled: Sampled) -> ChoiceTokens:
+        """Adds the next token to a running sequence, and those that are forced behind it: what the client receives."""
+        row = sequence.sampling if self.appends_forced else None
+        forced = [] if row is None else row.forced(sampled.token_id)
+        taken = self.choice_tokens(sequence, sequence.choice_index, sampled)
+        sequence.tokens.append(sampled.token_id)
+        sequence.num_forced = 0
+        for token in forced:
+            if taken.finish_reason is not None:
+                break
+            more = self.choice_tokens(sequence, sequence.choice_index, Sampled(token_id=token))
+            taken = replace(more, first_index=taken.first_index, token_ids=(*taken.token_ids, token))
+            sequence.tokens.append(token)
+            sequence.num_forced += 1
+        return taken
 
     def can_run_ahead(self, sequence: Sequence) -> bool:
         """Whether the step after the next can be launched before the next token is known.

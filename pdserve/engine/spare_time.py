@@ -32,5 +32,6 @@ class SpareTime:
 
 
 def is_decoding_next(sequence: Sequence) -> bool:
-    """Whether the next step decodes a token of the sequence."""
-    return len(sequence.tokens) - sequence.num_computed == 1 and sequence.sampling is not None
+    """Whether the next step decodes a token of the sequence, and computes those that were forced with its last one."""
+    num_pending = len(sequence.tokens) - sequence.num_computed
+    return sequence.sampling is not None and 0 < num_pending <= 1 + sequence.num_forced

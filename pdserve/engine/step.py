@@ -28,6 +28,8 @@ class PrefillChunk:
     scores: tuple[SampleRow, ...] = ()
     #: Where the hidden states of `pooled_rows` are added, of a prompt that is pooled.
     pool: HiddenSum | None = None
+    #: Tokens of an output: the last one, and those that were forced behind it.
+    is_output: bool = False
     #: Rows of the chunk, from 0. Only chunks that have neither samples nor scores have them.
     pooled_rows: range = range(0)
 
@@ -77,9 +79,19 @@ class StepPlan:
         return any(chunk.pooled_rows for chunk in self.chunks)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return len(self.decoding) + sum(chunk.stop - chunk.start for chunk in self.chunks)
+
+    @property
     def num_prefill_tokens(self) -> int:
-        """Tokens of the chunks."""
-        return sum(chunk.stop - chunk.start for chunk in self.chunks)
+        """Those of prompts, and of preempted sequences."""
+        return sum(chunk.stop - chunk.start for chunk in self.chunks if not chunk.is_output)
+
+    def rows_with_grammar(self) -> list[SampleRow]:
+        """Those of `sample_rows` whose next token a grammar restricts."""
+        rows = [each.sampling for each in self.decoding if each.sampling is not None and each.sampling.grammar]
+        return rows + [row for chunk in self.chunks for row in chunk.samples if row.grammar]
 
     def sample_rows(self) -> tuple[list[SampleRow], list[int]]:
         """All samples in order, and for each the row of logits that it is sampled from; n choices can share a row."""

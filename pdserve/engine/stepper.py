@@ -184,14 +184,14 @@ class Stepper:
         plan = step.plan
         events = self._scheduler.update(plan, sampled)
         ended_at = perf_counter()
-        num_decoding, num_prefill_tokens = len(plan.decoding), plan.num_prefill_tokens
+        num_tokens, num_prefill_tokens = plan.num_tokens, plan.num_prefill_tokens
         # A step launched ahead is timed from result to result: the device starts it when the previous one has ended.
         step_s = ended_at - max(step.scheduling_at, self._ended_at)
         self._ended_at = ended_at
-        if num_decoding or num_prefill_tokens:
+        if num_tokens:
             self.computed_at = ended_at
         self._meter.observe(
-            num_decoding=num_decoding,
+            num_decoding=num_tokens - num_prefill_tokens,
             num_prefill_tokens=num_prefill_tokens,
             step_s=step_s,
             num_sampled=0 if self._runner.overlaps else len(sampled),
@@ -208,7 +208,7 @@ class Stepper:
             ),
             pace=self._meter.pace,
             is_ahead=plan.is_ahead,
-            num_sequences=num_decoding + len(plan.chunks),
-            num_tokens=num_decoding + num_prefill_tokens,
+            num_sequences=len(plan.decoding) + len(plan.chunks),
+            num_tokens=num_tokens,
             num_prefill_tokens=num_prefill_tokens,
         )

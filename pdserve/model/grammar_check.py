@@ -6,17 +6,34 @@ from llguidance import LLMatcher, LLParserLimits
 
 #: What the parser may spend: on a grammar, about 20 ms; on the tokens after a prefix, some milliseconds.
 LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
+    initial_lexer_fuel=300_000,
     step_lexer_fuel=100_000,
     step_max_items=50_000,
     max_lexer_states=50_000,
-    max_grammar_size=200_000,
+    max_grammar_size=50_000,
     # What a client sends stays out of logs.
     verbose_errors=False,
 )
 
 
+#: Characters of what the library says that a client gets.
+_MAX_PROBLEM = 500
+#: What the library says of a grammar that is larger than a limit.
+_TOO_LARGE = ("too big", "too many", "too large")
+
+
+def is_too_large(problem: str) -> bool:
+    """Whether a grammar has this problem because of its size as a whole."""
+    return any(words in problem for words in _TOO_LARGE)
+
+
 def grammar_problem(grammar: str) -> str:
     """Why a grammar is not valid, or takes too long to read, in llguidance's words; empty: it is valid."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=LIMITS)
-    return "; ".join(messages) if is_error else ""
+    return shortened("; ".join(messages)) if is_error else ""
+
+
+def shortened(problem: str) -> str:
+    """The library's words, without the grammar that they quote, and the backtrace of a library that has given up."""
+    text = problem.partition("<backtrace>")[0].partition("\n   1 |")[0].strip()
+    return text if len(text) <= _MAX_PROBLEM else f"{text[:_MAX_PROBLEM]}..."

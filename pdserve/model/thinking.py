@@ -93,6 +93,19 @@ class ThinkingState:
             listed = required
         return listed if self._grammar is None else self._grammar.allowed(tokens, num_prompt, banned, listed)
 
+    def find(self, tokens: array[int], num_prompt: int) -> None:
+        """As `GrammarState.find`."""
+        if self._grammar is not None:
+            self._grammar.find(tokens, num_prompt)
+
+    def is_found(self, tokens: array[int], num_prompt: int) -> bool:
+        """As `GrammarState.is_found`."""
+        return self._grammar is None or self._grammar.is_found(tokens, num_prompt)
+
+    def forced(self, token: int) -> list[int]:
+        """As `GrammarState.forced`: none, since the bound has to be looked at behind each token."""
+        return []
+
     def required(self, tokens: array[int], num_prompt: int) -> TokenBits | None:
         """The tokens of which one has to follow the output `tokens[num_prompt:]`; None: the bound is not reached.
 

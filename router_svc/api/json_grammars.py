@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 
 from pdserve.base.errors import RequestError, TooLarge
 from pdserve.base.sampling import MAX_GRAMMAR
-from pdserve.model.grammar_check import grammar_problem
+from pdserve.model.grammar_check import grammar_problem, is_too_large
 from router_svc.api.json_keywords import (
     OF_LISTS,
     OF_NAMES,
@@ -75,7 +75,7 @@ def json_grammar(schema: JsonSchema | str, whitespace: Whitespace, *, closes_obj
             f"`{param}` makes a grammar of {len(grammar)} characters (limit {MAX_GRAMMAR}). Send less.", param=param
         )
     if problem := grammar_problem(grammar):
-        path, problem = _located(read, problem, whitespace)
+        path, problem = ((), problem) if is_too_large(problem) else _located(read, problem, whitespace)
         where = ".".join((param, *path))
         raise RequestError(f"`{where}` cannot be enforced: {problem}.", param=where)
     return grammar

@@ -21,6 +21,7 @@ from router_svc.api.body_schema import Schema, one_of, with_conditions
 from router_svc.api.json_grammars import Whitespace, json_grammar
 from router_svc.api.structural_tags import StructuralTag
 from router_svc.api.tag_grammars import tag_grammar
+from router_svc.api.terminal_size import MAX_TERMINAL, has_large_terminal
 
 MAX_CHOICES = 1024
 MAX_CHOICE_CHARACTERS = 4096
@@ -206,6 +207,12 @@ def _grammar_of(demand: _Demand) -> str:
             if sum(map(text.count, ":([{")) > MAX_RULES:
                 raise TooLarge(
                     f"`{demand.param}` has more than {MAX_RULES} rules and brackets together. Simplify it.",
+                    param=demand.param,
+                )
+            if has_large_terminal(text):
+                raise TooLarge(
+                    f"`{demand.param}` has a terminal of more than {MAX_TERMINAL} characters, or one that is part of "
+                    "itself, once all names in it are replaced. Simplify it.",
                     param=demand.param,
                 )
             grammar = LLMatcher.grammar_from_lark(text)

@@ -6,6 +6,7 @@ import asyncio
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import thread_time
 
 from pdserve.base.errors import SetupError
 from pdserve.base.logs import get_logger
@@ -89,7 +90,7 @@ class Grammars:
     def _load(self) -> GrammarVocabulary:
         if self._vocabulary is None:
             tokenizer = read_tokenizer(self._model_dir, encodes=False)
-            self._vocabulary = GrammarVocabulary(tokenizer, self._vocab_size)
+            self._vocabulary = GrammarVocabulary(tokenizer, self._vocab_size, thread_time)
             self._thinking = ThinkingVocabulary(tokenizer, self._vocab_size)
         return self._vocabulary
 

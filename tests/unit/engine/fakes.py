@@ -131,8 +131,8 @@ class Worker:
     def step(self) -> StepEvents:
         plan = self.scheduler.schedule(self.pace)
         self.plans.append(plan)
-        logits = self.runner.forward(plan, self.runner.build(plan))
-        events = self.scheduler.update(plan, self.runner.sample(plan, logits))
+        results = self.runner.launch(plan, self.runner.build(plan))
+        events = self.scheduler.update(plan, results())
         self.note(events)
         return events
 

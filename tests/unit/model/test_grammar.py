@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from array import array
 from pathlib import Path
+from threading import Thread
+from time import thread_time
 
 import numpy as np
 import pytest
@@ -118,14 +121,105 @@ def test_a_text_that_is_no_grammar_is_refused(vocabulary: GrammarVocabulary, tex
         vocabulary.compile(text)
 
 
-@pytest.mark.parametrize(("limit", "error"), [("initial_lexer_fuel", RequestError), ("step_lexer_fuel", GrammarFailed)])
-def test_a_grammar_that_takes_too_long_fails(
-    monkeypatch: pytest.MonkeyPatch, vocabulary: GrammarVocabulary, limit: str, error: type[Exception]
+@pytest.mark.parametrize("limit", ["initial_lexer_fuel", "step_lexer_fuel"])
+def test_a_grammar_that_takes_too_much_work_is_refused(
+    monkeypatch: pytest.MonkeyPatch, vocabulary: GrammarVocabulary, limit: str
 ) -> None:
-    """The limits count work, not time: the same grammar fails on every machine, or on none."""
     monkeypatch.setattr(grammar_module, "LIMITS", LLParserLimits(**{limit: 1}))  # type: ignore[arg-type]
-    with pytest.raises(error):
-        behind(vocabulary.compile(regex("(he|l{3,9}o){2,8}[a-z]*")), [])
+    with pytest.raises(RequestError, match="The grammar of the output"):
+        vocabulary.compile(regex("(he|l{3,9}o){2,8}[a-z]*"))
+
+
+def test_a_grammar_that_takes_too_long_is_refused_or_ends_its_output(
+    tokenizer: Tokenizer,
+) -> None:
+    """Not all work is counted. What is not takes seconds, for each token."""
+    times = iter([0.0, 0.2, 1.0, 1.3, 2.0, 2.5])
+    vocabulary = GrammarVocabulary(tokenizer, VOCAB, lambda: next(times))
+    state = vocabulary.compile(regex("[eh]*")).start()
+    assert ids(state.allowed(array("q"), 0))  # Found when the grammar was read.
+    with pytest.raises(GrammarFailed, match="300 ms to find what may follow token 0"):
+        state.allowed(array("q", tokenizer.encode("h", False)), 0)
+    with pytest.raises(RequestError, match=r"cannot be followed: it takes .*\. Repeat less"):
+        vocabulary.compile(regex("[eh]*"))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        LLMatcher.grammar_from_lark("start: A\nA: B{1000}\nB: C{1000}\nC: /x{1000}/"),
+        LLMatcher.grammar_from_lark('start: a{1000}\na: b{1000}\nb: "x"{1000}'),
+        LLMatcher.grammar_from_lark("start: " + '"a"?' * 60_000),
+    ],
+)
+def test_what_explodes_is_refused_when_it_is_read(tokenizer: Tokenizer, grammar: str) -> None:
+    """Each token of the first would take a second, and the third overflows the library's stack."""
+    vocabulary = GrammarVocabulary(tokenizer, VOCAB, thread_time)
+    with pytest.raises(RequestError) as refused:
+        vocabulary.compile(grammar)
+    assert len(str(refused.value)) < 400
+
+
+def test_what_is_forced_is_known_ahead(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:
+    """Each forced token is the only one that may come, as without looking ahead."""
+    text = tokenizer.encode("hello hello hello hello", False)
+    state = vocabulary.compile(regex("hello hello hello hello(he|a)*")).start()
+    output = array("q")
+    for token in text:
+        assert ids(state.allowed(output, 0)) == {token}
+        output.append(token)
+    assert len(ids(state.allowed(output, 0))) > 2
+    # Some other way to spell it, as a worker without the tokenizer's own might have.
+    letters = [tokenizer.encode(letter, False)[0] for letter in "hel"]
+    other = vocabulary.compile(regex("hello hello hello hello(he|a)*")).start()
+    assert ids(other.allowed(array("q", letters), 0)) == ids(behind(vocabulary.compile(regex("(lo) hello.*")), []))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        regex("(hello){3,5}( two words| two|<tag>he(l|lo)*)?"),
+        schema(
+            {"type": "object", "properties": {"hello": {"enum": ["hello", "hello two"]}, "b": {"const": [1, 2, "ll"]}}}
+        ),
+        schema({"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 5}),
+        LLMatcher.grammar_from_lark('start: "hello" (A | B)* "lo"\nA: "hehe" /l{4}/\nB: /[ab]+/ "hello"'),
+    ],
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_looking_ahead_changes_no_mask(vocabulary: GrammarVocabulary, grammar: str, seed: int) -> None:
+    state, output, rng = vocabulary.compile(grammar).start(), array("q"), random.Random(seed)
+    matcher = LLMatcher(vocabulary._tokenizer, grammar, log_level=0, limits=grammar_module.LIMITS)
+    expected: TokenBits = np.zeros(VOCAB // 32, np.uint32)
+    for _ in range(60):
+        matcher.unsafe_compute_mask_ptr(expected.ctypes.data, expected.nbytes)
+        bits = state.allowed(output, 0)
+        assert np.array_equal(bits, expected)
+        token = rng.choice(sorted(ids(bits)))
+        if token == END:
+            return
+        forced = state.forced(token)
+        output.append(token)
+        for following in forced:  # As a scheduler does that appends them at once.
+            assert matcher.consume_tokens([token])
+            matcher.unsafe_compute_mask_ptr(expected.ctypes.data, expected.nbytes)
+            assert ids(expected) == {following}
+            output.append(token := following)
+        assert matcher.consume_tokens([token])
+
+
+def test_what_is_found_on_another_thread_is_the_same(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:
+    grammar = vocabulary.compile(schema({"type": "object", "properties": {"a": {"enum": ["he", "hello", 3]}}}))
+    state, output = grammar.start(), array("q")
+    assert state.is_found(output, 0)
+    for token in tokenizer.encode('{"a": "hello"}', False):
+        output.append(token)
+        assert not state.is_found(output, 0)
+        thread = Thread(target=state.find, args=(output, 0))
+        thread.start()
+        thread.join()
+        assert state.is_found(output, 0)
+        assert np.array_equal(state.allowed(output, 0), behind(grammar, output.tolist()))
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,15 @@ def chain(count: int) -> dict[str, Any]:
     return {"$defs": defs | {f"d{count}": {"type": "string"}}, "$ref": "#/$defs/d0"}
 
 
+def doubled(start: str, is_defined_as: str) -> str:
+    """A grammar of 300 terminals, each of which has the next one twice."""
+    chained = "".join(f"T{i}{is_defined_as}T{i + 1} T{i + 1}\n" for i in range(300))
+    return f'{start}{chained}T300{is_defined_as}"a"'
+
+
+BOUNDED = {"type": "number", "minimum": -1.2345, "maximum": 123456.789}
+
+
 @pytest.mark.parametrize(
     ("given", "needle"),
     [
@@ -267,6 +276,13 @@ def chain(count: int) -> dict[str, Any]:
         ({"guided_json": '{"$ref": "#anchor"}'}, "does not start with"),
         ({"guided_grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(9000)) + 'r9000: "a"'}, "rules"),
         ({"guided_grammar": "root ::= " + "(" * 60_000}, "guided_grammar"),
+        ({"guided_regex": "(" * 8000 + "a" + ")" * 8000}, "invalid regex"),
+        ({"guided_grammar": "start: " + "(" * 100_000 + '"a"' + ")" * 100_000}, "rules and brackets"),
+        ({"guided_grammar": "start: " + '"a"?' * 60_000}, "grammar size"),
+        ({"guided_grammar": doubled("start: T0\n", ": ")}, "terminal of more than 1000000"),
+        ({"guided_grammar": doubled("root ::= T0\n", " ::= ")}, "terminal of more than 1000000"),
+        ({"guided_grammar": 'start: A\nA: "x" B\nB: A | "y"'}, "part of itself"),
+        ({"guided_json": {"type": "array", "prefixItems": [BOUNDED] * 3000}}, "`guided_json` cannot be enforced"),
         ({"guided_json": '{"items":' * 20_000}, "not JSON"),
         ({"guided_json": " " * 300_000}, "300000 characters"),
         ({"guided_json": '{"minimum": NaN}'}, "not JSON"),
@@ -274,9 +290,20 @@ def chain(count: int) -> dict[str, Any]:
     ],
 )
 def test_no_demand_ends_the_router(given: dict[str, Any], needle: str) -> None:
-    """Chains of rules and references overflowed llguidance's stack, and with it ended the process."""
-    with pytest.raises(RequestError, match=needle):
+    """Chains of rules and references overflowed llguidance's stack, and with it ended the process.
+
+    Terminals that double each other, and many bounds of numbers, took it seconds.
+    """
+    with pytest.raises(RequestError, match=needle) as refused:
         grammar_of(StructuredFields(**given))
+    assert len(str(refused.value)) < 700
+
+
+def test_terminals_of_terminals_are_allowed() -> None:
+    """As grammars of programming languages have them, defined in either order."""
+    names = "\n".join(f'T{i}: T{i + 1} "[TIME]" /[TIME]+/' for i in range(200)) + '\nT200: "a" | /b/'
+    for text in (f"start: T0\n{names}", "start: T0\n" + "\n".join(reversed(names.split("\n")))):
+        assert grammar_of(StructuredFields(guided_grammar=text))
 
 
 def test_an_unknown_property_cannot_be_a_known_one_in_disguise(vocabulary: GrammarVocabulary) -> None:
