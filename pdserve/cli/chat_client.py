@@ -13,6 +13,7 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from pdserve.base.errors import PdserveError
+from pdserve.cli.chat_messages import ChatMessage, ToolCall
 from pdserve.cli.repetition import Repetition
 from pdserve.cli.router_client import error_message, error_param, unreachable
 
@@ -20,8 +21,27 @@ _CONNECT_TIMEOUT_S = 5.0
 _SILENCE_TIMEOUT_S = 300.0
 
 
+class _FunctionDelta(BaseModel):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _CallDelta(BaseModel):
+    index: int = 0
+    id: str | None = None
+    function: _FunctionDelta = _FunctionDelta()
+
+
 class _Delta(BaseModel):
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_CallDelta] | None = None
+
+    @property
+    def thinking(self) -> str:
+        """The thinking, which servers send under one of two names, or under both."""
+        return self.reasoning or self.reasoning_content or ""
 
 
 class _Choice(BaseModel):
@@ -41,11 +61,11 @@ class _CompletionChunk(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatMessage:
-    """One message of the conversation."""
+class Piece:
+    """What an event adds to an answer that can be shown at once."""
 
-    role: str
-    content: str
+    thinking: str = ""
+    text: str = ""
 
 
 @dataclass(slots=True)
@@ -53,6 +73,9 @@ class Answer:
     """An answer while it arrives. Text that has arrived is kept when the stream is stopped."""
 
     text: str = ""
+    thinking: str = ""
+    #: By index.
+    calls: dict[int, ToolCall] = field(default_factory=dict)
     request_id: str = ""
     finish_reason: str | None = None
     prompt_tokens: int | None = None
@@ -87,8 +110,8 @@ class Endpoint:
 
 async def stream_answer(
     endpoint: Endpoint, request: Mapping[str, object], messages: Sequence[ChatMessage], answer: Answer
-) -> AsyncGenerator[str, None]:
-    """Yields pieces of text as they arrive and keeps `answer` up to date.
+) -> AsyncGenerator[Piece, None]:
+    """Yields pieces of text and thinking as they arrive and keeps `answer` up to date, which has the calls, too.
 
     `request` holds the model and the sampling parameters. Its `max_tokens` is an upper bound: where the context has
     fewer tokens left, the answer may take those. Leaving the iteration closes the connection, which cancels the
@@ -97,7 +120,7 @@ async def stream_answer(
     """
     body = {
         **request,
-        "messages": [{"role": message.role, "content": message.content} for message in messages],
+        "messages": [message.to_json() for message in messages],
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -108,8 +131,8 @@ async def stream_answer(
             _open_stream(session, f"{endpoint.base_url}/v1/chat/completions", body) as response,
         ):
             async for line in response.content:
-                if text := _take(line, answer):
-                    yield text
+                if piece := _take(line, answer):
+                    yield piece
     except (aiohttp.ClientError, OSError) as error:
         raise unreachable(endpoint.base_url, error) from error
 
@@ -133,10 +156,10 @@ async def _open_stream(
         yield response
 
 
-def _take(line: bytes, answer: Answer) -> str:
-    """Takes one line of the event stream into `answer`; returns the text it adds, which may be empty."""
+def _take(line: bytes, answer: Answer) -> Piece | None:
+    """Takes one line of the event stream into `answer`; returns what it adds of text and thinking, if anything."""
     if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
-        return ""
+        return None
     data = line.removeprefix(b"data:")
     if failure := error_message(data):
         raise PdserveError(failure)
@@ -148,13 +171,26 @@ def _take(line: bytes, answer: Answer) -> str:
     if chunk.usage is not None:
         answer.prompt_tokens = chunk.usage.prompt_tokens
         answer.completion_tokens = chunk.usage.completion_tokens
-    text = "".join(choice.delta.content or "" for choice in chunk.choices)
-    if text:
+    answer.finish_reason = next((choice.finish_reason for choice in chunk.choices), None) or answer.finish_reason
+    deltas = [choice.delta for choice in chunk.choices]
+    return _take_deltas(deltas, answer)
+
+
+def _take_deltas(deltas: Sequence[_Delta], answer: Answer) -> Piece | None:
+    text = "".join(delta.content or "" for delta in deltas)
+    thinking = "".join(delta.thinking for delta in deltas)
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    if text or thinking or calls:
         answer.last_at = time.monotonic()
         answer.first_at = answer.first_at or answer.last_at
-        answer.text += text
-    answer.finish_reason = next((choice.finish_reason for choice in chunk.choices), None) or answer.finish_reason
-    return text
+    answer.text += text
+    answer.thinking += thinking
+    for each in calls:
+        call = answer.calls.setdefault(each.index, ToolCall())
+        call.id = each.id or call.id
+        call.name += each.function.name or ""
+        call.arguments += each.function.arguments or ""
+    return Piece(thinking=thinking, text=text) if text or thinking else None
 
 
 def first_model(models: bytes) -> str:

@@ -16,8 +16,8 @@ class FakeRouter:
     """The answers of the router, and the requests it received."""
 
     pages: Mapping[str, tuple[int, object]] = field(default_factory=dict)
-    #: Texts streamed as an answer; "STALL" waits until the client has gone, and ends the answer.
-    pieces: list[str] = field(default_factory=lambda: ["Hel", "lo"])
+    #: Texts and other deltas streamed as an answer; "STALL" waits until the client has gone, and ends the answer.
+    pieces: list[str | dict[str, object]] = field(default_factory=lambda: ["Hel", "lo"])
     finish_reason: str = "stop"
     #: Tokens of the answer as its usage reports them; the number of pieces if None.
     completion_tokens: int | None = None
@@ -73,10 +73,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self.rfile.read(1)  # Returns when the client closes the connection.
                 self._router.disconnected.set()
                 return
-            if piece.startswith("ERROR "):
+            if isinstance(piece, str) and piece.startswith("ERROR "):
                 self._event({"error": {"message": piece.removeprefix("ERROR ")}})
             else:
-                self._event({"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {"content": piece}}]})
+                delta = {"content": piece} if isinstance(piece, str) else piece
+                self._event({"id": "chatcmpl-1", "choices": [{"index": 0, "delta": delta}]})
         finish = {"index": 0, "delta": {}, "finish_reason": self._router.finish_reason}
         self._event({"id": "chatcmpl-1", "choices": [finish]})
         completion_tokens = self._router.completion_tokens or len(self._router.pieces)
