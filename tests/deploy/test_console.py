@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -323,17 +324,156 @@ async def test_a_trace_that_is_gone_and_a_refused_console_say_so() -> None:
             assert "This router has 1 open consoles, limit 1" in await second.text("#problems")
 
 
-async def test_names_and_answers_with_markup_are_only_text() -> None:
-    answer = [{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in (MARKUP[:30], MARKUP[30:])]
+class ScriptedChat:
+    """Answers chats with deltas, one list for each, and keeps the messages that were sent."""
 
-    async def chat(request: web.Request) -> web.StreamResponse:
+    def __init__(self, *answers: list[dict[str, Any]]) -> None:
+        self._answers = iter(answers)
+        self.sent: list[list[dict[str, Any]]] = []
+        self.routes = [web.post("/v1/chat/completions", self._answer)]
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.sent.append((await request.json())["messages"])
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for chunk in answer:
+        for delta in next(self._answers):
+            chunk = delta if "error" in delta else {"choices": [{"index": 0, "delta": delta}]}
             await response.write(b"data: %b\n\n" % json.dumps(chunk).encode())
         await response.write(b"data: [DONE]\n\n")
         return response
 
+
+def thinking(text: str) -> dict[str, Any]:
+    """A delta of thinking as the router sends it: under both names."""
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def call(index: int, **fields: Any) -> dict[str, Any]:
+    """A delta of one call."""
+    return {"tool_calls": [{"index": index, **fields}]}
+
+
+def weather(index: int, arguments: str) -> list[dict[str, Any]]:
+    """The deltas of a call with these arguments, in two pieces."""
+    return [
+        call(index, id=f"call-{index}", type="function", function={"name": "weather", "arguments": arguments[:3]}),
+        call(index, function={"arguments": arguments[3:]}),
+    ]
+
+
+@asynccontextmanager
+async def playground(chat: ScriptedChat) -> AsyncIterator[Browser]:
+    """The playground of a model that answers by a script."""
+    async with serving(busy(), routes=chat.routes) as (url, _), page(url) as browser:
+        await browser.click("nav [data-view=playground]")
+        await browser.until("document.body.dataset.view === 'playground'")
+        yield browser
+
+
+async def say(browser: Browser, text: str, *, answers: int) -> None:
+    """Sends a message, and waits until this many answers are there and the next message can be sent."""
+    await browser.click("#prompt")
+    await browser.write(text)
+    await browser.press("Enter")
+    await answered(browser, answers)
+
+
+async def answered(browser: Browser, answers: int) -> None:
+    """Waits until this many answers are there and the next message can be sent."""
+    is_idle = "!document.querySelector('.log').hasAttribute('aria-busy')"
+    await browser.until(f"document.querySelectorAll('.assistant').length === {answers} && {is_idle}")
+
+
+async def test_thinking_is_folded_and_the_text_is_not() -> None:
+    chat = ScriptedChat([thinking("Deep "), thinking("thought."), {"content": "Hello"}])
+    async with playground(chat) as browser:
+        await say(browser, "Hi", answers=1)
+        assert await browser.text(".assistant .text") == "Hello"
+        assert re.fullmatch(r"Thought for [\d.]+ m?s", await browser.text(".assistant summary"))
+        assert await browser.evaluate("document.querySelector('.thinking').open") is False
+        assert "Deep" not in await browser.text(".assistant")
+        await browser.click(".assistant summary")
+        assert await browser.text(".thinking .body") == "Deep thought."
+        assert await browser.text(".assistant .took") != "no answer"
+        assert await browser.evaluate(LOW_CONTRAST) == []
+
+
+async def test_an_answer_of_thinking_alone_keeps_the_question() -> None:
+    chat = ScriptedChat([thinking("Cut")], [{"content": "Hello"}])
+    async with playground(chat) as browser:
+        await say(browser, "one", answers=1)
+        await say(browser, "two", answers=2)
+    assert chat.sent[-1] == [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "", "reasoning": "Cut"},
+        {"role": "user", "content": "two"},
+    ]
+
+
+async def test_an_answer_that_fails_at_once_leaves_no_question() -> None:
+    chat = ScriptedChat([{"error": {"message": "Lost the worker."}}], [{"content": "Hello"}])
+    async with playground(chat) as browser:
+        await say(browser, "one", answers=1)
+        assert await browser.text(".assistant .error") == "Lost the worker."
+        await say(browser, "two", answers=2)
+    assert chat.sent[-1] == [{"role": "user", "content": "two"}]
+
+
+async def test_calls_are_folded_and_go_back_with_the_results_that_the_user_gives() -> None:
+    chat = ScriptedChat([*weather(0, '{"city": "Rome"}'), *weather(1, "{}")], [{"content": "Fine."}])
+    async with playground(chat) as browser:
+        await say(browser, "Weather?", answers=1)
+        assert await browser.evaluate("document.querySelectorAll('.call details[open]').length") == 0
+        assert await browser.text(".call summary") == "Call of weather"
+        await browser.click(".call summary")
+        assert await browser.text(".call .body") == '{"city": "Rome"}'
+        assert await browser.text(".call label") == "Result of weather"
+        # Results need no message, and the second one stays empty.
+        await browser.click(".call input")
+        await browser.write("sunny")
+        await browser.press("Enter")
+        await answered(browser, 2)
+        assert await browser.evaluate("document.querySelectorAll('.call input:read-only').length") == 2
+        assert await browser.evaluate("document.querySelectorAll('.turn.user').length") == 1
+    functions = [{"name": "weather", "arguments": '{"city": "Rome"}'}, {"name": "weather", "arguments": "{}"}]
+    calls = [
+        {"id": f"call-{index}", "type": "function", "function": function} for index, function in enumerate(functions)
+    ]
+    assert chat.sent[-1] == [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call-0", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "call-1", "content": ""},
+    ]
+
+
+async def test_a_call_that_was_cut_is_shown_and_takes_no_result() -> None:
+    chat = ScriptedChat(weather(0, '{"city": "Ro'), [{"content": "Fine."}])
+    async with playground(chat) as browser:
+        await say(browser, "Weather?", answers=1)
+        assert await browser.text(".call summary") == "Call of weather"
+        assert await browser.evaluate("document.querySelector('.call label').hidden")
+        await say(browser, "Again?", answers=2)
+    assert chat.sent[-1] == [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "Again?"},
+    ]
+
+
+async def test_tools_that_are_not_json_are_refused_before_they_are_sent() -> None:
+    chat = ScriptedChat()
+    async with playground(chat) as browser:
+        await browser.evaluate("document.querySelectorAll('.settings textarea')[1].value = '['")
+        await say(browser, "Weather?", answers=1)
+        assert "The tools are not JSON" in await browser.text(".assistant .error")
+    assert chat.sent == []
+
+
+async def test_names_and_answers_with_markup_are_only_text() -> None:
+    function = {"name": MARKUP, "arguments": json.dumps({"city": MARKUP})}
+    pieces = [{"content": piece} for piece in (MARKUP[:30], MARKUP[30:])]
+    chat = ScriptedChat([thinking(MARKUP), *pieces, call(0, id="call-0", function=function)])
     evil = many_workers(1, 1)[1]
     workers = [worker_record(name) for name in (MARKUP, "__proto__", "constructor")]
     fake = FakeCluster([evil, *workers])
@@ -342,8 +482,7 @@ async def test_names_and_answers_with_markup_are_only_text() -> None:
     fake.health.degraded["redis"] = MARKUP
     chosen = [WorkerChosen(worker=WorkerId(MARKUP), epoch=Epoch(1), tier="decode", why=MARKUP)]
     fake.add_request("chatcmpl-a", state=RequestState.FAILED, error=MARKUP, chosen=chosen, endpoint=MARKUP)
-    routes = [web.post("/v1/chat/completions", chat)]
-    async with serving(fake, routes=routes) as (url, _), page(url) as browser:
+    async with serving(fake, routes=chat.routes) as (url, _), page(url) as browser:
         await browser.until(f"document.querySelector('#view-cluster').innerText.includes({json.dumps(MARKUP)})")
         await browser.until("[...document.querySelectorAll('.c-worker button')].some(e => e.innerText === '__proto__')")
         await browser.evaluate("document.querySelector('[data-tier=decode] .vlist-body button').click()")
@@ -355,5 +494,9 @@ async def test_names_and_answers_with_markup_are_only_text() -> None:
         await browser.write(MARKUP)
         await browser.press("Enter")
         await browser.until(f"document.querySelector('.assistant .text')?.innerText === {json.dumps(MARKUP)}")
+        for selector in (".thinking", ".call"):
+            await browser.click(f"{selector} summary")
+            assert MARKUP in await browser.text(f"{selector} .body")
+        assert MARKUP in await browser.text(".call label")
         assert await browser.evaluate("document.querySelectorAll('main script, main img, .log b').length") == 0
         assert "owned" not in await browser.evaluate("document.title")

@@ -34,6 +34,13 @@ export function text(element, value) {
   if (element.textContent !== wanted) element.textContent = wanted;
 }
 
+/** Adds a piece to a text that grows. */
+export function grow(element, piece) {
+  element.append(piece);
+  // Many small text nodes are slow to lay out.
+  if (element.childNodes.length > 64) element.normalize();
+}
+
 /** Makes the children of `parent` those of `items`, in order, keeping the element of each key (and its focus). */
 export function reconcile(parent, items, keyOf, create, update) {
   const known = new Map();

@@ -1,6 +1,7 @@
 // A chat with a served model: ordinary API requests, with times and phases under each answer.
 
-import { attribute, h, text } from "./dom.js";
+import { attribute, grow, h, text } from "./dom.js";
+import { Call, Thinking } from "./folds.js";
 import { count, duration, modelsOf } from "./format.js";
 import { FINAL_STATES } from "./phases.js";
 import { events, request } from "./sse.js";
@@ -22,6 +23,8 @@ class Chat {
     this.modelField = field("Model", this.models);
     /** The conversation as the API takes it. It is nowhere but in this page. */
     this.messages = [];
+    /** Calls of the last answer, whose results go with the next message. */
+    this.calls = [];
     this.abort = null;
     this.log = h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" });
     this.empty = h("p", { class: "empty" }, "Ask something. The conversation stays in this page: the router keeps no text.");
@@ -37,11 +40,12 @@ class Chat {
     this.stop = h("button", { type: "button", class: "stop", hidden: true, on: { click: () => this.abort?.abort() } }, "Stop");
     this.clear = h("button", { type: "button", class: "quiet", on: { click: () => this.restart() } }, "New conversation");
     this.system = h("textarea", { rows: "2", placeholder: "None" });
+    this.tools = h("textarea", { rows: "2", placeholder: "None", spellcheck: "false" });
     this.temperature = number("0.7", "0", "2", "0.1");
     this.maxTokens = number("256", "1", "1000000", "1");
     this.form = h(
       "form",
-      { class: "composer", on: { submit: (event) => this.onSubmit(event) } },
+      { id: "composer", class: "composer", on: { submit: (event) => this.onSubmit(event) } },
       this.input,
       h("div", { class: "buttons" }, h("span", { class: "note" }, "Enter sends, Shift+Enter breaks the line"), this.clear, this.stop, this.send),
     );
@@ -55,6 +59,7 @@ class Chat {
         h("header", {}, h("h2", { id: "settings" }, "Settings")),
         this.modelField,
         field("System message", this.system),
+        field("Tools (a JSON list)", this.tools),
         field("Temperature", this.temperature),
         field("Maximum tokens", this.maxTokens),
         h("p", { class: "note" }, "Requests go to /v1/chat/completions like those of any client, and count like them."),
@@ -79,6 +84,7 @@ class Chat {
   restart() {
     this.abort?.abort();
     this.messages = [];
+    this.calls = [];
     this.log.replaceChildren(this.empty);
     this.input.focus();
   }
@@ -93,45 +99,55 @@ class Chat {
   onSubmit(event) {
     event.preventDefault();
     const content = this.input.value;
-    if (!content.trim() || this.abort) return;
+    const hasContent = content.trim() !== "";
+    if (this.abort || !(hasContent || this.calls.length)) return;
     this.empty.remove();
-    this.messages.push({ role: "user", content });
-    this.log.append(h("article", { class: "turn user" }, h("h3", {}, "You"), h("div", { class: "text" }, content)));
+    const added = this.calls.map((call) => call.answer);
+    if (hasContent) {
+      added.push({ role: "user", content });
+      this.log.append(h("article", { class: "turn user" }, h("h3", {}, "You"), h("div", { class: "text" }, content)));
+    }
     this.input.value = "";
-    this.answer();
+    this.answer(added);
   }
 
-  /** Streams one answer into the conversation. */
-  async answer() {
+  /** Streams the answer to further messages into the conversation. */
+  async answer(added) {
     const { messages } = this;
     const turn = new Turn(this.model);
     this.log.append(turn.element);
     this.abort = new AbortController();
     this.setBusy(true);
     try {
-      await turn.run(this.body(), this.abort.signal, () => this.followEnd());
+      await turn.run(() => this.body(added), this.abort.signal, () => this.followEnd());
     } finally {
       this.abort = null;
       this.setBusy(false);
     }
-    // Without any text, the next question would follow another one, which templates refuse.
-    if (turn.content) messages.push({ role: "assistant", content: turn.content });
-    else messages.pop();
+    // Without an answer, the next question would follow another one, which templates refuse.
+    if (!turn.isEmpty && messages === this.messages) {
+      messages.push(...added, turn.message);
+      for (const call of this.calls) call.close();
+      this.calls = turn.openCalls;
+      for (const call of this.calls) call.open();
+    }
     await turn.showPhases();
     this.followEnd();
   }
 
-  body() {
+  /** The request that adds messages to the conversation. Throws an error that says what is wrong with the tools. */
+  body(added) {
     const system = this.system.value.trim();
     const body = {
       model: this.model,
-      messages: [...(system ? [{ role: "system", content: system }] : []), ...this.messages],
+      messages: [...(system ? [{ role: "system", content: system }] : []), ...this.messages, ...added],
       stream: true,
       stream_options: { include_usage: true },
     };
     // What is left empty is the model's default; what is wrong is for the API to say.
     if (this.temperature.value !== "") body.temperature = Number(this.temperature.value);
     if (this.maxTokens.value !== "") body.max_tokens = Number(this.maxTokens.value);
+    if (this.tools.value.trim()) body.tools = parsedTools(this.tools.value);
     return body;
   }
 
@@ -150,10 +166,14 @@ class Chat {
   }
 }
 
-/** One answer: its text, and below it what it took. */
+/** One answer: its thinking, its text, its calls, and below them what it took. */
 class Turn {
   constructor(model) {
     this.content = "";
+    this.thinking = null;
+    /** By index. */
+    this.calls = new Map();
+    this.wasStopped = false;
     this.id = null;
     this.text = h("div", { class: "text" });
     this.status = h("p", { class: "note took" }, "waiting for the first token");
@@ -162,7 +182,25 @@ class Turn {
     this.element = h("article", { class: "turn assistant" }, h("h3", {}, model), this.text, this.error, this.status, this.phases);
   }
 
-  async run(body, signal, onGrowth) {
+  /** Nothing of an answer has arrived. */
+  get isEmpty() {
+    return !this.content && this.thinking === null && this.calls.size === 0;
+  }
+
+  /** The calls that can have a result: not those that were cut, and none of an answer that was stopped. */
+  get openCalls() {
+    return this.wasStopped ? [] : [...this.calls.values()].filter((call) => call.isComplete);
+  }
+
+  /** The answer as the API takes it. */
+  get message() {
+    const message = { role: "assistant", content: this.content };
+    if (this.thinking !== null) message.reasoning = this.thinking.value;
+    if (this.openCalls.length) message.tool_calls = this.openCalls.map((call) => call.message);
+    return message;
+  }
+
+  async run(makeBody, signal, onGrowth) {
     const times = { sent: performance.now(), first: null, last: null };
     let usage = null;
     let end = "";
@@ -170,7 +208,7 @@ class Turn {
       const response = await request("v1/chat/completions", {
         method: "POST",
         headers: { "Content-Type": "application/json" },
-        body: JSON.stringify(body),
+        body: JSON.stringify(makeBody()),
         signal,
       });
       this.id = response.headers.get("X-Request-Id");
@@ -180,27 +218,55 @@ class Turn {
         if (chunk.error) throw new Error(chunk.error.message);
         usage = chunk.usage ?? usage;
         const choice = chunk.choices?.[0];
-        if (choice?.delta?.content) {
+        if (this.add(choice?.delta ?? {})) {
           times.last = performance.now();
           times.first ??= times.last;
-          this.add(choice.delta.content);
           text(this.status, tookText(times, null, ""));
           onGrowth();
         }
         end = choice?.finish_reason ?? end;
       }
     } catch (error) {
+      this.wasStopped = true;
       if (signal.aborted) end = "stopped by you";
       else this.fail(error);
     }
+    this.thinking?.end();
     text(this.status, tookText(times, usage?.completion_tokens ?? null, end));
   }
 
-  add(content) {
-    this.content += content;
-    this.text.append(content);
-    // Many small text nodes are slow to lay out.
-    if (this.text.childNodes.length > 64) this.text.normalize();
+  /** Shows what is new, and returns whether anything is. Thinking comes under one of two names, or under both. */
+  add({ content, reasoning, reasoning_content: otherReasoning, tool_calls: calls }) {
+    const thinking = reasoning || otherReasoning;
+    if (thinking) this.think(thinking);
+    if (content) {
+      this.thinking?.end();
+      this.content += content;
+      grow(this.text, content);
+    }
+    for (const call of calls ?? []) {
+      this.thinking?.end();
+      this.call(call.index ?? 0).add(call);
+    }
+    return Boolean(thinking || content || calls?.length);
+  }
+
+  think(piece) {
+    if (this.thinking === null) {
+      this.thinking = new Thinking();
+      this.text.before(this.thinking.element);
+    }
+    this.thinking.add(piece);
+  }
+
+  /** The call with this index. */
+  call(index) {
+    if (!this.calls.has(index)) {
+      const call = new Call();
+      this.calls.set(index, call);
+      this.error.before(call.element);
+    }
+    return this.calls.get(index);
   }
 
   fail(error) {
@@ -249,6 +315,14 @@ function tookText({ sent, first, last }, tokens, end) {
   if (tokens !== null) parts.push(`${count(tokens)} tokens`);
   if (end) parts.push(end);
   return parts.join(" · ") || "no answer";
+}
+
+function parsedTools(json) {
+  try {
+    return JSON.parse(json);
+  } catch (error) {
+    throw new Error(`The tools are not JSON: ${error.message}`);
+  }
 }
 
 const number = (value, min, max, step) => h("input", { type: "number", value, min, max, step });
