@@ -67,6 +67,12 @@ def ask(cluster: Cluster, text: str) -> str:
     return answer.id
 
 
+async def open_playground(browser: Browser) -> None:
+    """Opens the view: the page hears of the click's new address in an event of its own."""
+    await browser.click("nav [data-view=playground]")
+    await browser.until("document.body.dataset.view === 'playground'")
+
+
 # With a real cluster
 
 
@@ -109,7 +115,7 @@ async def test_tiers_and_workers_are_live(cluster: Cluster) -> None:
 
 async def test_the_playground_streams_an_answer_with_times_and_phases(cluster: Cluster) -> None:
     async with page(cluster.base_url, allowed="status of 400") as browser:
-        await browser.click("nav [data-view=playground]")
+        await open_playground(browser)
         await browser.click("#prompt")
         await browser.write(f"About plants. {QUESTION}")
         await browser.press("Enter")
@@ -133,7 +139,7 @@ async def test_the_playground_streams_an_answer_with_times_and_phases(cluster: C
 
 async def test_stop_ends_the_request_on_the_workers(cluster: Cluster) -> None:
     async with page(cluster.base_url) as browser:
-        await browser.click("nav [data-view=playground]")
+        await open_playground(browser)
         # Greedy, because a random answer may be short.
         for index, value in enumerate(("0", "4000")):
             await browser.evaluate(f"document.querySelectorAll('.settings input')[{index}].value = '{value}'")
@@ -365,8 +371,7 @@ def weather(index: int, arguments: str) -> list[dict[str, Any]]:
 async def playground(chat: ScriptedChat) -> AsyncIterator[Browser]:
     """The playground of a model that answers by a script."""
     async with serving(busy(), routes=chat.routes) as (url, _), page(url) as browser:
-        await browser.click("nav [data-view=playground]")
-        await browser.until("document.body.dataset.view === 'playground'")
+        await open_playground(browser)
         yield browser
 
 
@@ -489,7 +494,7 @@ async def test_names_and_answers_with_markup_are_only_text() -> None:
         await browser.evaluate("location.hash = '#/requests/chatcmpl-a'")
         await browser.until(f"document.querySelector('.trace .why')?.innerText === {json.dumps(MARKUP)}")
         assert MARKUP in await browser.text(".trace .error")
-        await browser.evaluate("location.hash = '#/playground'")
+        await open_playground(browser)
         await browser.click("#prompt")
         await browser.write(MARKUP)
         await browser.press("Enter")
