@@ -29,6 +29,7 @@ _TEXTS = {
     "Apache": "Apache-2.0",
     "Apache 2.0 License": "Apache-2.0",
     "Apache License 2.0": "Apache-2.0",
+    "MIT License": "MIT",
     "MIT style": "MIT",
 }
 #: Packages whose metadata names no licence, and tools of the build, which are not installed. Read in their files.

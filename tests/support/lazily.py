@@ -17,6 +17,8 @@ class _Lazily(ModuleType):
 
 
 anthropic = _Lazily("anthropic")
+langchain_openai = _Lazily("langchain_openai")
+langchain_tools = _Lazily("langchain_core.tools")
 ollama = _Lazily("ollama")
 openai = _Lazily("openai")
 openapi_spec_validator = _Lazily("openapi_spec_validator")
