@@ -66,6 +66,19 @@ def test_a_stream_has_the_same_text(cluster: Cluster) -> None:
     assert [streamed] == _texts(_ask(cluster, response_format=FORMAT))
 
 
+def test_log_probabilities_are_those_before_the_mask(cluster: Cluster) -> None:
+    options: dict[str, Any] = {"logprobs": 3, "return_token_ids": True}
+    [held] = _ask(cluster, guided_choice=["zq"], **options).choices
+    token = held.token_ids[0]
+    [free] = _ask(cluster, max_tokens=1, logprob_token_ids=[token], **options).choices
+    logprob, alternatives = held.logprobs.token_logprobs[0], held.logprobs.top_logprobs[0]
+    # The listed token of the free output is the one that the grammar has forced.
+    assert logprob == free.logprobs.top_logprobs[0][held.logprobs.tokens[0]]
+    assert alternatives.items() <= free.logprobs.top_logprobs[0].items()
+    assert free.token_ids[0] != token
+    assert logprob < alternatives[free.logprobs.tokens[0]]
+
+
 def test_a_chat_is_parsed_by_the_client(cluster: Cluster) -> None:
     answer = cluster.client().chat.completions.create(
         model=MODEL,

@@ -13,6 +13,7 @@ from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import Sampled, SampleFailure
 from tests.unit.engine.cpu_sampling import cpu_sampler
 from tests.unit.engine.fakes import row
+from tests.unit.engine.random_grammar import RandomGrammar, with_grammar
 from tests.unit.kernels.cpu_ops import INSTRUCTION_SETS, needs_kernels, on_every_instruction_set
 
 pytestmark = needs_kernels
@@ -82,3 +83,20 @@ def test_large_vocabularies_give_the_results_of_the_sampler_in_numpy(isa: str, s
     ]
     rows = [row(each, position=9) for each in params]
     assert cpu_sampler(isa, 2).sample(logits, rows, range(4)) == Sampler().sample(logits, rows, range(4))
+
+
+@on_every_instruction_set
+def test_logprobs_of_rows_with_a_grammar_are_those_before_its_mask(isa: str) -> None:
+    logits = torch.randn(3, 700, generator=torch.Generator().manual_seed(5))
+    free = [row(replace(SOUND, logprobs=4, logprob_token_ids=(7,)), position=index) for index in range(3)]
+    held = [with_grammar(each, RandomGrammar(index, 700, 0.01)) for index, each in enumerate(free)]
+    results = cpu_sampler(isa).sample(logits, held, range(3))
+    assert results == Sampler().sample(logits, held, range(3))
+    for result, other in zip(results, cpu_sampler(isa).sample(logits, free, range(3)), strict=True):
+        assert isinstance(result, Sampled)
+        assert isinstance(other, Sampled)
+        assert result.token_id != other.token_id
+        assert result.logprobs is not None
+        assert other.logprobs is not None
+        assert result.logprobs.top_ids == other.logprobs.top_ids
+        assert result.logprobs.top_logprobs == other.logprobs.top_logprobs

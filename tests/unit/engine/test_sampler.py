@@ -17,6 +17,7 @@ from pdserve.engine.philox import GumbelNoise, gumbel
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow
 from tests.unit.engine.fakes import row
+from tests.unit.engine.random_grammar import RandomGrammar, with_grammar
 
 GREEDY = SamplingParams(temperature=0.0)
 NAN = float("nan")
@@ -246,6 +247,19 @@ def test_logprobs_are_those_of_the_raw_softmax() -> None:
     assert logprobs.rank == 3
     assert logprobs.top_ids == (0, 1)
     assert [math.exp(value) for value in logprobs.top_logprobs] == pytest.approx([0.5, 0.3])
+
+
+def test_logprobs_of_a_token_that_a_grammar_forces_are_those_before_its_mask() -> None:
+    forced = with_grammar(row(SamplingParams(logprobs=2, seed=1)), RandomGrammar(2, 3, 1e-9))
+    [result] = sample([[math.log(p) for p in (0.749, 0.25, 0.001)]], [forced])
+    assert isinstance(result, Sampled)
+    assert result.token_id == 2
+    assert result.logprobs is not None
+    assert math.exp(result.logprobs.logprob) == pytest.approx(0.001)
+    assert result.logprobs.rank == 3
+    # The grammar forbids both alternatives.
+    assert result.logprobs.top_ids == (0, 1)
+    assert [math.exp(value) for value in result.logprobs.top_logprobs] == pytest.approx([0.749, 0.25])
 
 
 def test_alternatives_of_equal_probability_are_in_the_order_of_ids() -> None:
