@@ -66,6 +66,17 @@ def test_a_stream_has_the_same_text(cluster: Cluster) -> None:
     assert [streamed] == _texts(_ask(cluster, response_format=FORMAT))
 
 
+def test_output_that_max_tokens_cuts_is_the_head_of_the_whole_one_and_is_not_repaired(cluster: Cluster) -> None:
+    options = {"response_format": FORMAT, "temperature": 1.0, "seed": 4, "return_token_ids": True}
+    [whole] = _ask(cluster, **options).choices
+    for max_tokens in (1, 12):
+        [cut] = _ask(cluster, **options, max_tokens=max_tokens).choices
+        assert (cut.finish_reason, cut.token_ids) == ("length", whole.token_ids[:max_tokens])
+        assert cut.text == whole.text[: len(cut.text)]
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(cut.text)
+
+
 def test_log_probabilities_are_those_before_the_mask(cluster: Cluster) -> None:
     options: dict[str, Any] = {"logprobs": 3, "return_token_ids": True}
     [held] = _ask(cluster, guided_choice=["zq"], **options).choices

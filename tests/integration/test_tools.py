@@ -26,6 +26,7 @@ TOOLS = [
 ]
 USER = {"role": "user", "content": "What is the weather in Paris? " * 8}
 NAMED = {"type": "function", "function": {"name": "get_time"}}
+NAMED_WEATHER = {"type": "function", "function": {"name": "get_weather"}}
 ONE = {"parallel_tool_calls": False, "max_tokens": 120}
 
 
@@ -76,6 +77,20 @@ def test_a_stream_has_the_same_call_piece_by_piece(cluster: Cluster) -> None:
     pieces = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or ()]
     assert len(pieces) > 5
     assert [each.id for each in pieces if each.id] == [call[0]]
+
+
+def test_a_call_that_max_tokens_cuts_is_the_head_of_the_whole_one(cluster: Cluster) -> None:
+    options = {"tool_choice": NAMED_WEATHER, "temperature": 1.0, "seed": 3}
+    answer = _ask(cluster, **options, max_tokens=120)
+    [(_, whole)] = _calls(answer.choices[0])
+    seen = set()
+    for behind in (8, 12):
+        [choice] = _ask(cluster, **options, max_tokens=answer.usage.completion_tokens - behind).choices
+        [(name, arguments)] = _calls(choice)
+        assert (name, choice.finish_reason) == ("get_weather", "length")
+        assert whole.startswith(arguments)
+        seen.add(arguments)
+    assert len(seen - {whole}) == 2
 
 
 def test_a_named_function_is_called_once_and_ends_with_stop(cluster: Cluster) -> None:

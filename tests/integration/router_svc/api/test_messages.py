@@ -75,8 +75,9 @@ async def test_thinking_that_the_prompt_has_opened_needs_no_opening(thinker: Scr
     assert (cut["reasoning"], cut["content"]) == ("Hm.", None)
 
 
-async def test_an_effort_of_none_turns_thinking_off(thinker: ScriptedCluster) -> None:
-    message = (await _chat(thinker, "Hello.", reasoning_effort="none"))["choices"][0]["message"]
+@pytest.mark.parametrize("off", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}])
+async def test_thinking_can_be_turned_off(thinker: ScriptedCluster, off: dict[str, Any]) -> None:
+    message = (await _chat(thinker, "Hello.", **off))["choices"][0]["message"]
     assert message == {"role": "assistant", "content": "Hello.", "refusal": None}
     tokens = bytes(token for token in thinker.calls.decode_starts[-1].prompt_token_ids if token < 256)
     assert tokens.endswith(b"<think>\n\n</think>\n\n")
@@ -107,6 +108,26 @@ async def test_calls_behind_thinking(thinker: ScriptedCluster, choice: object, r
     assert choice_of_answer["finish_reason"] == reason
     streamed, _ = await _streamed(thinker, _THOUGHT + _CALL, **fields)
     assert streamed == {"content": "", "reasoning": "Hm.", "calls": {0: ["put", '{"a": 1}']}}
+
+
+async def test_two_calls_of_one_answer_have_indices_and_ids_of_their_own(thinker: ScriptedCluster) -> None:
+    text = _CALL + "\n" + _CALL.replace("1", "2")
+    [choice] = (await _chat(thinker, text, tools=_TOOLS))["choices"]
+    calls = choice["message"]["tool_calls"]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"a": 1}, {"a": 2}]
+    assert len({call["id"] for call in calls}) == 2
+    assert choice["finish_reason"] == "tool_calls"
+    streamed, _ = await _streamed(thinker, text, tools=_TOOLS)
+    assert streamed["calls"] == {0: ["put", '{"a": 1}'], 1: ["put", '{"a": 2}']}
+
+
+async def test_a_call_that_max_tokens_cuts_is_not_repaired(thinker: ScriptedCluster) -> None:
+    cut = {"tools": _TOOLS, "max_tokens": _CALL.index("1")}
+    [choice] = (await _chat(thinker, _CALL, **cut))["choices"]
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ['{"a": ']
+    assert choice["finish_reason"] == "length"
+    streamed, _ = await _streamed(thinker, _CALL, **cut)
+    assert streamed["calls"] == {0: ["put", '{"a": ']}
 
 
 async def test_without_calls_the_reason_is_stop_and_without_tools_nothing_is_a_call(thinker: ScriptedCluster) -> None:
@@ -141,6 +162,21 @@ async def test_calls_cannot_be_required_of_messages_that_are_plain_text(
         assert (status, answer["error"]["param"]) == (400, "tool_choice")
         assert "--message-format none" in answer["error"]["message"]
         assert (await _chat(plain, _CALL, tools=_TOOLS))["choices"][0]["message"]["content"] == _CALL
+
+
+async def test_messages_that_are_plain_text_are_held_to_a_schema_alone(
+    redis_server: PrivateRedis, tmp_path: Path
+) -> None:
+    directory = write_model(tmp_path / NAME)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    text = '{"city": "<think>"}'
+    named = {"name": "a", "schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    async with in_own_task(open_cluster(redis_server, directory, ONE_OF_EACH, message_format="none")) as plain:
+        answer = await _chat(plain, text, response_format={"type": "json_schema", "json_schema": named})
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
+        grammar = plain.calls.decode_starts[-1].sampling.grammar
+        assert "city" in grammar
+        assert "think" not in grammar
 
 
 async def test_a_message_goes_on(thinker: ScriptedCluster) -> None:

@@ -15,7 +15,7 @@ from router_svc.api.reference.operations import OPERATIONS
 from tests.integration.router_svc.conftest import ScriptedCluster, in_own_task, open_cluster
 from tests.integration.router_svc.script import failing
 from tests.support.described import Description
-from tests.support.tiny_model import NAME
+from tests.support.tiny_model import END, NAME, tokens_of
 
 ONE_OF_EACH = {"prefill-0": "prefill", "decode-0": "decode"}
 USER = {"role": "user", "content": "Say hello"}
@@ -227,6 +227,31 @@ async def test_answers_are_as_described(small_cluster: ScriptedCluster) -> None:
         assert response.status == 200
         known = ("POST", "/v1/requests/{id}/cancel")
         described.check(known, response.status, response.headers, await response.read())
+
+
+#: Requests with a function `put`, in the form of each API.
+WITH_TOOLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT | {"tools": [{"type": "function", "function": {"name": "put"}}]},
+    "/v1/responses": {"model": NAME, "input": "Hi", "tools": [{"type": "function", "name": "put"}]},
+    "/v1/messages": CHAT
+    | {"tools": [{"name": "put", "input_schema": {"type": "object"}}], "max_tokens": 150}
+    | {"thinking": {"type": "adaptive"}},
+    "/api/chat": CHAT | {"tools": [{"type": "function", "function": {"name": "put"}}], "think": True},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", WITH_TOOLS)
+async def test_thinking_and_calls_are_as_described(thinker: ScriptedCluster, path: str, stream: bool) -> None:
+    described = await description_of(thinker.base_url)
+    call = '<tool_call>\n{"name": "put", "arguments": {"a": 1}}\n</tool_call>'
+    thinker.script.replies = [[*tokens_of(f"<think>\nHm.\n</think>\n\nHello. {call}\n{call}"), END]]
+    async with thinker.http.post(thinker.base_url + path, json=WITH_TOOLS[path] | {"stream": stream}) as response:
+        content = await response.read()
+        assert response.status == 200, content
+        assert b"Hm." in content or stream
+        assert content.count(b'"put"') >= 2
+        described.check(("POST", path), response.status, response.headers, content)
 
 
 async def test_the_events_of_the_console_are_as_described(small_cluster: ScriptedCluster) -> None:

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from pdserve.base.errors import RequestError
 from tests.integration.router_svc.conftest import ScriptedCluster
@@ -139,6 +140,23 @@ async def test_a_choice_of_tools_reaches_the_workers_as_a_grammar(thinker: Scrip
     }
     await _create(thinker, "{}", text={"format": schema})
     assert "city" in thinker.calls.decode_starts[-1].sampling.grammar
+
+
+class _City(BaseModel):
+    city: str
+
+
+async def test_json_behind_thinking_is_parsed_and_both_are_one_grammar(thinker: ScriptedCluster) -> None:
+    _reply(thinker, _THOUGHT + '{"city": "Ulm"}')
+    async with thinker.client() as client:
+        whole = await client.responses.parse(model=NAME, input="Hi", text_format=_City)
+    assert [item.type for item in whole.output] == ["reasoning", "message"]
+    assert whole.output_parsed == _City(city="Ulm")
+    grammar = thinker.calls.decode_starts[-1].sampling.grammar
+    assert "</think>" in grammar
+    assert "city" in grammar
+    _, final = await _streamed(thinker, _THOUGHT + '{"city": "Ulm"}', text_format=_City)
+    assert final.output_parsed == whole.output_parsed
 
 
 async def test_a_stream_that_fails_has_one_last_event(thinker: ScriptedCluster) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from pdserve.base.errors import RequestError, TooLarge
 from router_svc.api.openai.chat_grammar import chat_grammar
 from router_svc.api.openai.messages import ChatMessage
-from router_svc.api.openai.tools import Tool, ToolUse, tool_use
+from router_svc.api.openai.tools import AllowedToolsChoice, Tool, ToolUse, tool_use
 from router_svc.messages.formats import FORMATS, MessageFormat
 from router_svc.messages.grammar import Calls, Thinking
 from router_svc.messages.template import read_template
@@ -23,6 +24,11 @@ def _use(*parameters: dict[str, Any], strict: bool | None = None) -> ToolUse:
 
 def _grammar(form: str, use: ToolUse) -> str:
     return chat_grammar(FORMATS[form], use, Thinking.NONE, "", {})
+
+
+def _is_message(grammar: str, text: str) -> bool:
+    matcher, tokens = LLMatcher(LLTokenizer("byte"), grammar, log_level=0), list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 def test_types_follow_references_and_options_and_odd_ones_are_none() -> None:
@@ -96,6 +102,20 @@ def test_arguments_that_are_no_object_within_bounds_stay_text(arguments: str) ->
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     message = ChatMessage.model_validate({"role": "assistant", "tool_calls": [call]})
     assert message.for_template()["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_tools_that_are_allowed_may_be_called_and_need_not_be() -> None:
+    tools = [Tool.model_validate({"type": "function", "function": {"name": name}}) for name in ("a", "b", "c")]
+    named = [{"type": "function", "function": {"name": name}} for name in ("c", "a", "c")]
+    given = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": named}}
+    use = tool_use(tools, AllowedToolsChoice.model_validate(given), is_parallel=True)
+    assert (use.calls, use.names, use.is_named, use.is_parallel) == (Calls.AUTO, ["c", "a"], False, True)
+    # The model sees all of them, so that prompts keep their cached prefix.
+    assert [each["function"]["name"] for each in use.for_template] == ["a", "b", "c"]
+    grammar = _grammar("hermes", use)
+    texts = {name: f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in "abc"}
+    assert all(_is_message(grammar, text) for text in ("Hello.", "", texts["a"], texts["c"]))
+    assert not _is_message(grammar, texts["b"])
 
 
 def test_every_form_has_a_grammar() -> None:

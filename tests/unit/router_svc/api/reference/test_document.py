@@ -37,7 +37,12 @@ TEXT, CHAT = {"model": "m", "prompt": "x"}, {"model": "m", "messages": [USER]}
 MESSAGE = CHAT | {"max_tokens": 5}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}
 FORMAT = {"type": "json_schema", "schema": {}}
+NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": True}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1"}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+TOOLS = CHAT | {"tools": [FUNCTION]}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [FUNCTION]}}
+CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def _message(*content: object, role: str = "user") -> dict[str, Any]:
@@ -194,6 +199,38 @@ EDGES: list[tuple[str, dict[str, Any], bool]] = [
     ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"x": 2**64}}, False),
     ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"x": "y" * 4097}}, False),
     ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {f"x{index}": 1 for index in range(17)}}, False),
+    ("/v1/chat/completions", TOOLS, True),
+    ("/v1/chat/completions", CHAT | {"tools": [FUNCTION] * 257}, False),
+    ("/v1/chat/completions", CHAT | {"tools": [{"type": "custom", "function": {"name": "f"}}]}, False),
+    ("/v1/chat/completions", CHAT | {"tools": [{"type": "function", "function": {}}]}, False),
+    ("/v1/chat/completions", CHAT | {"tools": [{"type": "function", "function": {"name": "f g"}}]}, False),
+    ("/v1/chat/completions", CHAT | {"tools": [FUNCTION | {"strict": True}]}, False),
+    (
+        "/v1/chat/completions",
+        CHAT | {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}]},
+        True,
+    ),
+    ("/v1/chat/completions", TOOLS | {"tool_choice": "any", "parallel_tool_calls": False}, True),
+    ("/v1/chat/completions", TOOLS | {"tool_choice": "always"}, False),
+    ("/v1/chat/completions", TOOLS | {"tool_choice": FUNCTION}, True),
+    ("/v1/chat/completions", TOOLS | {"tool_choice": {"type": "function"}}, False),
+    ("/v1/chat/completions", TOOLS | {"tool_choice": ALLOWED}, True),
+    ("/v1/chat/completions", TOOLS | {"tool_choice": ALLOWED | {"allowed_tools": {"mode": "auto"}}}, False),
+    ("/v1/chat/completions", TOOLS | {"parallel_tool_calls": 1}, False),
+    ("/v1/chat/completions", CHAT | {"messages": [{"role": "assistant", "tool_calls": [CALLED]}, USER]}, True),
+    ("/v1/chat/completions", CHAT | {"messages": [USER, {"role": "tool", "tool_call_id": "1", "content": "x"}]}, True),
+    ("/v1/chat/completions", CHAT | {"messages": [USER, {"role": "tool", "tool_call_id": "1"}]}, False),
+    ("/v1/chat/completions", CHAT | {"messages": [{"role": "assistant", "reasoning": "x"}, USER]}, True),
+    ("/v1/chat/completions", CHAT | {"response_format": FORMAT}, False),
+    ("/v1/chat/completions", CHAT | {"response_format": NAMED}, True),
+    ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, False),
+    ("/v1/chat/completions", CHAT | {"response_format": "json_object"}, False),
+    ("/v1/chat/completions", CHAT | {"reasoning_effort": "xhigh", "include_reasoning": False}, True),
+    ("/v1/chat/completions", CHAT | {"reasoning_effort": "much"}, False),
+    ("/v1/chat/completions", CHAT | {"thinking_token_budget": -1}, True),
+    ("/v1/chat/completions", CHAT | {"thinking_token_budget": -2}, False),
+    ("/v1/chat/completions", CHAT | {"documents": [{"title": "x", "text": "y"}]}, True),
+    ("/v1/chat/completions", CHAT | {"documents": ["x"]}, False),
     ("/v1/messages", MESSAGE, True),
     ("/v1/messages", CHAT, False),
     ("/v1/messages", MESSAGE | {"max_tokens": 0}, False),
