@@ -48,16 +48,30 @@ class Events:
 
 
 @dataclass(slots=True, kw_only=True)
+class Call:
+    """One call of a function. A name that comes twice is there twice."""
+
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
 class Choice:
     """One choice. A list has an entry per time that something came, so that what comes twice is seen."""
 
     text: str = ""
+    reasoning: str = ""
+    #: By their index.
+    calls: dict[int, Call] = field(default_factory=dict)
     logprobs: list[Any] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
 
-    def as_json(self) -> dict[str, Any]:
-        """For comparison and for the summary."""
-        return {"text": self.text, "logprobs": self.logprobs, "finish_reasons": self.finish_reasons}
+    def texts(self) -> dict[str, str]:
+        """All that the model has written, by what it is."""
+        named = {"text": self.text, "reasoning": self.reasoning}
+        for index, call in sorted(self.calls.items()):
+            named |= {f"name of call {index}": call.name, f"arguments of call {index}": call.arguments}
+        return named
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,8 +79,8 @@ class Answer:
     """A whole answer, or the head of one."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
-    #: Prompt and completion tokens, for each time that they came.
-    usages: list[tuple[int, int]] = field(default_factory=list)
+    #: Tokens of the prompt, of the completion, and of the reasoning in it, for each time that they came.
+    usages: list[tuple[int, int, int]] = field(default_factory=list)
     #: Ids of the response in its chunks.
     ids: set[str] = field(default_factory=set)
     is_complete: bool = False
@@ -77,7 +91,9 @@ class Answer:
             raise ErrorInStream(str(content)[:300])
         self.ids.add(str(content.get("id")))
         if usage := content.get("usage"):
-            self.usages.append((usage["prompt_tokens"], usage["completion_tokens"]))
+            details = usage.get("completion_tokens_details") or {}
+            reasoning_tokens = details.get("reasoning_tokens", 0)
+            self.usages.append((usage["prompt_tokens"], usage["completion_tokens"], reasoning_tokens))
         has_tokens = False
         for choice in content.get("choices", ()):
             has_tokens |= self._add_choice(choice)
@@ -85,11 +101,15 @@ class Answer:
 
     def _add_choice(self, choice: dict[str, Any]) -> bool:
         into = self.choices.setdefault(choice["index"], Choice())
-        delta = choice.get("delta") or choice.get("message")
-        text = (choice.get("text") if delta is None else delta.get("content")) or ""
-        for call in () if delta is None else delta.get("tool_calls") or ():
-            text += call["function"].get("name", "") + call["function"]["arguments"]
+        message = choice.get("delta") or choice.get("message") or {}
+        text, reasoning = choice.get("text") or message.get("content") or "", message.get("reasoning") or ""
+        calls = message.get("tool_calls") or ()
         into.text += text
+        into.reasoning += reasoning
+        for position, given in enumerate(calls):
+            call = into.calls.setdefault(given.get("index", position), Call())
+            call.name += given["function"].get("name", "")
+            call.arguments += given["function"]["arguments"]
         logprobs = choice.get("logprobs") or {}
         if "content" in logprobs:
             into.logprobs += logprobs["content"] or []
@@ -98,7 +118,7 @@ class Answer:
             into.logprobs += map(list, zip(*columns, strict=True))
         if choice.get("finish_reason"):
             into.finish_reasons.append(f"{choice['finish_reason']}:{choice.get('stop_reason')}")
-        return bool(text or logprobs or choice.get("finish_reason"))
+        return bool(text or reasoning or calls or logprobs or choice.get("finish_reason"))
 
 
 def read_event(event: AnswerEvent) -> Any:
@@ -126,16 +146,22 @@ def head_difference(got: Answer, expected: Answer) -> str | None:
     """The same for a client that left: what it got is the head of the answer."""
     for index, choice in got.choices.items():
         whole = expected.choices.get(index, Choice())
-        if not whole.text.startswith(choice.text):
-            return f"choice {index}: {_text_difference(choice.text, whole.text)}"
+        wanted = whole.texts()
+        for name, text in choice.texts().items():
+            if not wanted.get(name, "").startswith(text):
+                return f"choice {index}: {_text_difference(name, text, wanted.get(name, ''))}"
         if whole.logprobs[: len(choice.logprobs)] != choice.logprobs:
             return f"choice {index}: log-probabilities differ"
     return None
 
 
 def _choice_difference(got: Choice, expected: Choice) -> str | None:
-    if got.text != expected.text:
-        return _text_difference(got.text, expected.text)
+    texts, wanted = got.texts(), expected.texts()
+    if texts.keys() != wanted.keys():
+        return f"calls are {sorted(got.calls)}, expected {sorted(expected.calls)}"
+    for name, text in texts.items():
+        if text != wanted[name]:
+            return _text_difference(name, text, wanted[name])
     if got.finish_reasons != expected.finish_reasons:
         return f"finish reasons are {got.finish_reasons}, expected {expected.finish_reasons}"
     if got.logprobs != expected.logprobs:
@@ -146,8 +172,8 @@ def _choice_difference(got: Choice, expected: Choice) -> str | None:
     return None
 
 
-def _text_difference(got: str, expected: str) -> str:
+def _text_difference(name: str, got: str, expected: str) -> str:
     pairs = zip(got, expected, strict=False)
     at = next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(got), len(expected)))
     shown, wanted = got[at : at + _SHOWN_CHARACTERS], expected[at : at + _SHOWN_CHARACTERS]
-    return f"at character {at} of {len(expected)}: {shown!r}, expected {wanted!r}"
+    return f"{name} at character {at} of {len(expected)}: {shown!r}, expected {wanted!r}"

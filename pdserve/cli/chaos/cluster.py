@@ -148,6 +148,9 @@ def _up_config(config: ChaosConfig, ports: Sequence[int]) -> UpConfig:
         kv_cache_memory=config.kv_cache_memory,
         # Prompts are handed over whenever a prefill worker can take them.
         local_prefill="threshold",
+        # Any model thinks with the template that some requests bring, whose thinking is of this form.
+        message_format="hermes",
+        trust_request_chat_template=True,
         drain_timeout_s=5.0,
     )
 

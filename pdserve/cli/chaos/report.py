@@ -154,5 +154,5 @@ def _failure(
         "request_index": outcome.sending.request.index,
         "cache_salt": outcome.sending.cache_salt,
         "tokens_s": [round(at - started_at, 3) for at in outcome.token_times],
-        "texts": {str(index): choice.text for index, choice in outcome.answer.choices.items()},
+        "texts": {str(index): choice.texts() for index, choice in outcome.answer.choices.items()},
     }

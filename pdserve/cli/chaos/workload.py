@@ -13,6 +13,11 @@ MIN_OUTPUT_LEN = 16
 _LONG_PROMPT_WORDS = 900
 #: One in so many requests has a long prompt.
 _LONG_EVERY = 12
+#: Whatever the model is, an answer to this starts within thinking.
+_OPEN_THINKING = (
+    "{% for each in messages %}<|im_start|>{{ each.role }}\n{{ each.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n<think>\n"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,8 @@ def _request(rng: random.Random, index: int, max_output_len: int) -> ChaosReques
     body |= _sampling(rng) | _ending(rng, body["max_tokens"]) | _logprobs(rng, is_chat=is_chat) | _structure(rng)
     if is_chat and "response_format" not in body and "structured_outputs" not in body and "guided_choice" not in body:
         body |= _tools(rng)
+    if is_chat:
+        body |= _thinking(rng)
     if is_streamed:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return ChaosRequest(index=index, path=CHAT if is_chat else COMPLETIONS, body=body)
@@ -154,6 +161,13 @@ def _tools(rng: random.Random) -> dict[str, Any]:
     parameters = {"type": "object", "properties": {"words": {"type": "array", "items": {"type": "string"}}}}
     function = {"name": "write", "parameters": parameters | {"required": ["words"]}}
     return {"tools": [{"type": "function", "function": function}], "tool_choice": rng.choice(("auto", "required"))}
+
+
+def _thinking(rng: random.Random) -> dict[str, Any]:
+    """Thinking that ends by itself or by a budget, for one chat in three, also before an object or a call."""
+    if rng.random() >= 1 / 3:
+        return {}
+    return {"chat_template": _OPEN_THINKING, "thinking_token_budget": rng.choice((0, 3, 10, 30, -1))}
 
 
 def _logprobs(rng: random.Random, *, is_chat: bool) -> dict[str, Any]:

@@ -87,6 +87,8 @@ def test_the_requests_have_every_feature_between_the_lengths_of_the_issue() -> N
     seen = {name for body in bodies for name in body}
     assert seen >= {"n", "logprobs", "stop", "min_tokens", "ignore_eos", "stream", "messages", "prompt"}
     assert seen >= {"frequency_penalty", "presence_penalty", "repetition_penalty", "top_p", "top_k", "min_p"}
+    assert seen >= {"response_format", "structured_outputs", "guided_choice", "tools", "thinking_token_budget"}
+    assert any("thinking_token_budget" in body and "tools" in body for body in bodies)
     assert {body.get("n", 1) for body in bodies} == {1, 3}
     assert {type(body["prompt"]) for body in bodies if "prompt" in body} == {str, list}
     assert any(is_long(request) for request in requests)

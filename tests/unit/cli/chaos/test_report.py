@@ -43,7 +43,7 @@ def outcome(text: str = "abc", status: str = COMPLETE, number: int = 5) -> Outco
 
 
 def answer(text: str, *, is_complete: bool = True) -> Answer:
-    return Answer(choices={0: Choice(text=text)}, usages=[(3, 3)], ids={"cmpl-1"}, is_complete=is_complete)
+    return Answer(choices={0: Choice(text=text)}, usages=[(3, 3, 0)], ids={"cmpl-1"}, is_complete=is_complete)
 
 
 def fault(at: float, kind: str, target: str) -> Injected:
