@@ -11,9 +11,10 @@ from pdserve.base.ids import RequestId
 from pdserve.base.sampling import FinishReason, SamplingParams, TokenLogprobs
 from router_svc.generation import Generation, TextRules
 from tests.simulation.loop import Process
-from tests.simulation.model import VOCAB_SIZE, Expected
+from tests.simulation.model import Expected
 from tests.simulation.network import End, Network
-from tests.simulation.router import PORT, CancelRequest, ClientRequest, letters
+from tests.simulation.router import PORT, CancelRequest, ClientRequest
+from tests.simulation.vocabulary import VOCAB_SIZE, letters, restrictions
 
 #: How requests end that their clients end.
 ENDED_BY_CLIENT = ("left", "cancelled", "deadline")
@@ -120,6 +121,8 @@ class Workload:
             logprobs=chance.choice((None, None, None, 2)),
             n=n,
         )
+        # By a chance of their own: all else of the workload stays as it is when these change.
+        sampling = replace(sampling, **restrictions(Random(sampling.seed)))
         return Generation(
             request_id=request_id,
             worker_request_id=request_id,

@@ -17,9 +17,10 @@ import torch
 
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.loop import StepLoop
-from pdserve.engine.sequence import Sampled, SampleResult, SampleRow
+from pdserve.engine.sequence import Sampled, SampleResult, SampleRow, unprepared
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.engine.step import LayersWritten, StepPlan
+from pdserve.model.grammar import GrammarFailed
 from tests.simulation.model import BLOCK_SIZE, kv_of, logprobs_of, sample, state_of, upper_layer
 
 #: Virtual seconds of a step, and of each prompt token in it.
@@ -107,7 +108,11 @@ class SimulatedRunner:
 
 def _sampled(row: SampleRow, state: int) -> SampleResult:
     params = row.params
-    token = sample(state, params, row.choice_index, row.position, tuple(row.stop_ids))
+    try:
+        allowed = row.allowed()
+    except GrammarFailed as error:
+        return unprepared(error)
+    token = sample(state, params, row.choice_index, row.position, tuple(row.stop_ids), allowed)
     count = params.logprobs
     return Sampled(token_id=token, logprobs=None if count is None else logprobs_of(state, token, count))
 

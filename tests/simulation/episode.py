@@ -27,6 +27,7 @@ from tests.simulation.faults import Faults, plan_faults
 from tests.simulation.loop import Process, SimulatedLoop, Stuck
 from tests.simulation.network import Network
 from tests.simulation.phases import Phases
+from tests.simulation.vocabulary import Letters
 from tests.simulation.worker import LONGEST_PROMPT
 
 #: Requests per virtual second, on average.
@@ -222,10 +223,11 @@ class Episode:
 
 
 def _replace_engine() -> None:
-    """The seams: modules take the step loop, the way to a peer and the listening socket from these names."""
+    """The seams: modules take the step loop, the tokenizer, the way to a peer and the socket from these names."""
     import decode_svc.service
     import pdserve.engine.stepper
     import pdserve.net.rpc
+    import pdserve.worker.serve.grammars
     import pdserve.worker.serve.process
     import pdserve.worker.serve.worker
 
@@ -234,6 +236,8 @@ def _replace_engine() -> None:
     worker: Any = pdserve.worker.serve.worker
     worker.StepLoop = SimulatedStepLoop
     worker.warm_up = lambda model: None
+    grammars: Any = pdserve.worker.serve.grammars
+    grammars.read_tokenizer = lambda model_dir, *, encodes: Letters()
     process: Any = pdserve.worker.serve.process
     process.exempt_all = lambda: None
     decode: Any = decode_svc.service

@@ -6,6 +6,7 @@ KV of all tokens, in the order of the block table. A wrong, stale or overwritten
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,10 +14,10 @@ import numpy.typing as npt
 
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import FinishReason, SamplingParams, TokenLogprobs
+from pdserve.model.grammar import TokenBits
+from tests.simulation.vocabulary import EOS, VOCAB_SIZE, output_state
 
 MASK = (1 << 64) - 1
-VOCAB_SIZE = 64
-EOS = 1
 MAX_MODEL_LEN = 160
 BLOCK_SIZE = 4
 #: A block has 8 bytes per token and layer.
@@ -62,9 +63,20 @@ def sampling_key(params: SamplingParams, choice: int, position: int) -> int:
     return noise ^ int(1e6 * params.temperature) ^ int(1e6 * params.top_p) ^ params.top_k << 40
 
 
-def sample(state: int, params: SamplingParams, choice: int, position: int, stop_ids: Sequence[int]) -> int:
-    """The token at `position` of a completion."""
+def sample(
+    state: int,
+    params: SamplingParams,
+    choice: int,
+    position: int,
+    stop_ids: Sequence[int],
+    allowed: TokenBits | None,
+) -> int:
+    """The token at `position` of a completion. `allowed`: as `SampleRow.allowed` gives it, `min_tokens` included."""
     token = mixed(state ^ sampling_key(params, choice, position)) % VOCAB_SIZE
+    if allowed is not None:
+        while not allowed[token // 32] >> np.uint32(token % 32) & 1:
+            token = (token + 1) % VOCAB_SIZE
+        return token
     while position < params.min_tokens and token in stop_ids:
         token = (token + 1) % VOCAB_SIZE
     return token
@@ -78,21 +90,25 @@ def logprobs_of(state: int, token: int, count: int) -> TokenLogprobs:
 
 
 class Expected:
-    """What a choice must be, from the prompt alone: no blocks, no workers."""
+    """What a choice must be, from the prompt alone: no blocks, no workers, and a text that is followed once."""
 
     def __init__(self, prompt: Sequence[int], params: SamplingParams, choice: int) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason = FinishReason.LENGTH
-        stop_ids = tuple(params.stop_token_ids) + (() if params.ignore_eos else (EOS,))
+        stop_ids = tuple(params.stop_token_ids) + (() if params.ignore_eos and not params.grammar else (EOS,))
+        follows = output_state(params)
         rows = np.zeros((2, len(prompt) + params.max_tokens), np.uint64)
         kv = 0
-        tokens = list(prompt)
+        tokens = array("q", prompt)
         for position, token in enumerate(tokens):
             kv = self._write(rows, kv, token, position)
         while len(self.token_ids) < params.max_tokens:
             state = state_of(rows, len(tokens))
-            token = sample(state, params, choice, len(self.token_ids), stop_ids)
+            position = len(self.token_ids)
+            early = stop_ids if follows is not None and follows.knows_end and position < params.min_tokens else ()
+            allowed = None if follows is None else follows.allowed(tokens, len(prompt), early)
+            token = sample(state, params, choice, position, stop_ids, allowed)
             self.token_ids.append(token)
             if params.logprobs is not None:
                 self.logprobs.append(logprobs_of(state, token, params.logprobs))

@@ -21,6 +21,7 @@ from pdserve.base.wire import tokens_from_wire
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.running import RunningSet
+from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.net.streams import MessageStream
 from pdserve.peers.workers import WorkerView
 from pdserve.worker.serve.inboxes import Inboxes
@@ -285,6 +286,30 @@ def _let_go_late() -> None:
         await release(session)
 
     _set(DecodeSession, "_release", releasing)
+
+
+def _replay_no_tokens() -> None:
+    """Grammars and budgets for thinking start empty on a worker that goes on with an output."""
+    _forget_outputs_of(1)
+
+
+def _replay_no_recovered_tokens() -> None:
+    """They do so behind a loss or a move, and not behind a handover, which has one token."""
+    _forget_outputs_of(2)
+
+
+def _forget_outputs_of(least: int) -> None:
+    sample_row = SequenceLimits.sample_row
+
+    def forgetting(limits: Any, sequence: Any, choice_index: int) -> Any:
+        row = sample_row(limits, sequence, choice_index)
+        state: Any = row.grammar
+        if state is not None and row.position >= least:
+            assert state._num_tokens == 0
+            state._num_tokens = row.position
+        return row
+
+    _set(SequenceLimits, "sample_row", forgetting)
 
 
 def _set(owner: type, name: str, value: Any) -> None:

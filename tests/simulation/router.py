@@ -24,34 +24,12 @@ from router_svc.request.replayed import ReplayedStream
 from router_svc.request.stream import DeltaStream
 from router_svc.service import Router
 from tests.simulation.loop import Process, StableTask
-from tests.simulation.model import EOS, MAX_MODEL_LEN, VOCAB_SIZE
+from tests.simulation.model import MAX_MODEL_LEN
 from tests.simulation.network import End, Network
 from tests.simulation.redis_link import open_store
+from tests.simulation.vocabulary import VOCAB_SIZE, Letters
 
 PORT = 80
-
-
-class Letters:
-    """The tokenizer of the simulated model, as `Output` uses it: a token is a letter."""
-
-    strips_first_space = False
-    is_isolated = False
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """One ASCII character."""
-        return bytes((48 + token_id,))
-
-    def is_special(self, token_id: int) -> bool:
-        """Only the end of text is."""
-        return token_id == EOS
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-def letters(token_ids: list[int]) -> str:
-    """The text of these tokens."""
-    return "".join(chr(48 + token) for token in token_ids if token != EOS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,8 @@ FOUND = {
     "leave-the-older-attempt": 2,
     "let-go-of-blocks-on-the-wire": 2,
     "lose-a-preempted-sequence": 2,
+    "replay-no-recovered-tokens": 2,
+    "replay-no-tokens": 2,
     "send-a-block-twice": 2,
     "share-without-a-copy": 2,
     "write-in-the-attempt": 3,

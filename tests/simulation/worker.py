@@ -35,9 +35,10 @@ from prefill_svc.service import PrefillService
 from tests.simulation.calls import Server
 from tests.simulation.engine import SimulatedRunner
 from tests.simulation.loop import Process
-from tests.simulation.model import EOS, LAYOUT, MAX_MODEL_LEN, VOCAB_SIZE
+from tests.simulation.model import LAYOUT, MAX_MODEL_LEN
 from tests.simulation.network import Network
 from tests.simulation.redis_link import open_store
+from tests.simulation.vocabulary import EOS, VOCAB_SIZE
 from tests.simulation.wire import WireFaults, WireTransport
 
 NAME = "simulated"
