@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 
 from aiohttp import web, web_response, web_urldispatcher
 from aiohttp.typedefs import Middleware
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
 
 from pdserve.base.errors import Forbidden, SetupError, codes_of
@@ -106,6 +106,18 @@ def probe_routes(health: Health) -> list[web.RouteDef]:
     ]
 
 
+class _Counted(CollectorRegistry):
+    """Metrics as they were at one time."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics."""
+        return iter(self._families)
+
+
 def metrics_routes(registry: CollectorRegistry) -> list[web.RouteDef]:
     """The route that Prometheus reads."""
 
@@ -115,7 +127,10 @@ def metrics_routes(registry: CollectorRegistry) -> list[web.RouteDef]:
             encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         except TypeError:  # prometheus_client compares the parts of a version as they were sent: "1.x" with (1, 0, 0)
             encode, content_type = choose_encoder("")
-        return web.Response(body=encode(registry), headers={"Content-Type": content_type})
+        # What is counted belongs to the event loop; writing it down takes as long as all of it, and does not.
+        counted = _Counted(list(registry.collect()))
+        body = await asyncio.to_thread(encode, counted)
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     return [web.get("/metrics", metrics)]
 
