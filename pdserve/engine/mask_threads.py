@@ -11,8 +11,11 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from pdserve.base.logs import get_logger
 from pdserve.engine.sequence import DELAYED, SampleResult, SampleRow
 from pdserve.engine.step import StepPlan
+
+log = get_logger(__name__)
 
 #: More than one, so that a grammar that takes long does not delay the others. Threads are only made when needed.
 _MAX_THREADS = 4
@@ -26,7 +29,7 @@ class MaskThreads:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_MAX_THREADS, "masks")
         self._rows: list[SampleRow] = []
-        self._job: Future[None] | None = None
+        self._job: Future[list[SampleRow]] | None = None
 
     def start(self, plan: StepPlan) -> None:
         """Begins with the rows of the plan that have a grammar."""
@@ -38,10 +41,11 @@ class MaskThreads:
         if self._job is None:
             return []
         job, self._job = self._job, None
+        broken: list[SampleRow] = []
         with contextlib.suppress(TimeoutError):
-            job.result(_PATIENCE_S)
+            broken = job.result(_PATIENCE_S)
         # Also those that the job has passed over, because a thread of an earlier step still looks for them.
-        return [row for row in self._rows if not row.is_found]
+        return [row for row in self._rows if not row.is_found and not any(row is each for each in broken)]
 
 
 def sampled_but(
@@ -62,6 +66,13 @@ def sampled_but(
     return results
 
 
-def _find(rows: Items[SampleRow]) -> None:
+def _find(rows: Items[SampleRow]) -> list[SampleRow]:
+    """Returns those for which that has failed: samplers will find the same error, and end these requests alone."""
+    broken = []
     for row in rows:
-        row.find_allowed()
+        try:
+            row.find_allowed()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this row's
+            log.error("mask_not_found", exc=error)
+            broken.append(row)
+    return broken

@@ -129,8 +129,6 @@ class GrammarState:
         if self._lock.acquire(blocking=False):
             try:
                 self._find(tokens, num_prompt)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is this output's
-                self.failure = f"it was not found what may follow ({type(error).__name__})"
             finally:
                 self._lock.release()
 

@@ -11,9 +11,10 @@ import re
 #: Characters and expressions of one terminal.
 MAX_TERMINAL = 1_000_000
 _MAX_SWEEPS = 32
-_DEFINITION = re.compile(r"^[ \t]*[?!]*(\w+)(?:\.-?\d+)?[ \t]*(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
-#: A string, an expression, or the name of a terminal.
-_ITEM = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/|(?P<name>\b_*[A-Z]\w*)')
+# Repetitions are possessive: what is not closed must not be looked for again from each of its characters.
+_DEFINITION = re.compile(r"^[ \t]*+[?!]*+(\w++)(?:\.-?\d++)?[ \t]*+(?:\[[^\]\n]*+\][ \t]*+)?:", re.MULTILINE)
+#: A comment, a string, an expression, or the name of a terminal.
+_ITEM = re.compile(r"""(?://|\#)[^\n]*+|"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\\n])*+/?|(?P<name>\b_*+[A-Z]\w*+)""")
 
 
 def has_large_terminal(grammar: str) -> bool:

@@ -17,8 +17,9 @@ from pdserve.model.thinking import BoundedThinking, OutputState, ThinkingVocabul
 
 VOCAB_SIZE = 64
 EOS = 1
-#: What may follow depends on where in it the output is, and some outputs are complete before their length ends them.
-_PATTERNS = ("([2-9]{2}[A-F][a-f])*", "([A-F][a-o]{3})+", "([2-9][A-Z]){2,5}", "(ab|cd|[A-Z]{3})*[2-9]")
+#: What may follow depends on where in it the output is, some tokens force those behind them, and some outputs are
+#: complete before their length ends them.
+_PATTERNS = ("([2-9]{2}Fedc)*", "([A-F][a-o]klmn)+", "([2-9][A-Z]){2,5}", "(ab|cd|[A-Z]{3})*[2-9]")
 _OPENING, _CLOSING = "<", "=?>"
 
 

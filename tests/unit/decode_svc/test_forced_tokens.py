@@ -11,13 +11,11 @@ import pytest
 
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
-from pdserve.engine.sampler import Sampler
-from pdserve.engine.sequence import Sampled, Sequence
 from pdserve.engine.token_rules import only
 from pdserve.model.grammar import TokenBits
 from pdserve.model.thinking import OutputGrammar
 from tests.unit.decode_svc.decode_worker import ALWAYS, PROMPT, A, B, DecodeWorker, decode, job
-from tests.unit.engine.fakes import KEY, VOCAB, fake_logits, limits
+from tests.unit.engine.fakes import VOCAB, expected, limits
 
 #: Tokens that may not be chosen, by position in the output: runs of one, four and ten tokens.
 FORCED = {2: 11, 6: 3, 7: 3, 8: 14, 9: 15, **{position: position for position in range(14, 24)}}
@@ -66,23 +64,17 @@ class ForcingGrammar:
         return following
 
 
+def forcing() -> OutputGrammar:
+    return cast(OutputGrammar, ForcingGrammar(FORCED))
+
+
 def one_by_one(prompt: list[int], params: SamplingParams, choice: int = 0) -> list[int]:
     """The output of which each token was sampled."""
-    sequence, bounds = Sequence.from_prompt(RequestId("oracle"), prompt, params, hash_key=KEY), limits()
-    sequence.grammar = cast(OutputGrammar, ForcingGrammar(FORCED))
-    row = bounds.sample_row(sequence, choice)
-    while True:
-        (result,) = Sampler().sample(fake_logits(sequence.tokens).unsqueeze(0), [row], [0])
-        assert isinstance(result, Sampled)
-        reason = bounds.choice_tokens(sequence, choice, result).finish_reason
-        sequence.tokens.append(result.token_id)
-        if reason is not None:
-            return list(sequence.tokens[len(prompt) :])
+    return expected(prompt, params, choice, limits(), forcing())
 
 
 def start(worker: DecodeWorker, request_id: RequestId, prompt: list[int], params: SamplingParams) -> None:
-    grammar = cast(OutputGrammar, ForcingGrammar(FORCED))
-    worker.scheduler.reserve(replace(job(request_id, prompt, params, threshold=ALWAYS), grammar=grammar))
+    worker.scheduler.reserve(replace(job(request_id, prompt, params, threshold=ALWAYS), grammar=forcing()))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine import mask_threads
+from pdserve.model.grammar import TokenBits
 from tests.unit.decode_svc.decode_worker import ALWAYS, GREEDY, PROMPT, A, B, DecodeWorker, decode, job
 from tests.unit.engine.fakes import expected, limits
 from tests.unit.engine.late_grammar import LateGrammar
@@ -84,4 +87,28 @@ def test_what_was_preempted_while_it_waited_is_computed_again() -> None:
     worker.run()
     assert worker.scheduler.load().num_preemptions
     assert worker.tokens(A) == expected(PROMPT, replace(GREEDY, max_tokens=20), 0, limits())
+    assert worker.all_free
+
+
+class BrokenGrammar(LateGrammar):
+    """Fails wherever it is followed."""
+
+    def find(self, tokens: array[int], num_prompt: int) -> None:
+        raise ValueError("no mask")
+
+    def allowed(
+        self, tokens: array[int], num_prompt: int, banned: Collection[int] = (), listed: TokenBits | None = None
+    ) -> TokenBits | None:
+        raise ValueError("no mask")
+
+
+def test_a_failure_on_another_thread_ends_its_request_alone() -> None:
+    worker = decode(40)
+    start(worker, A, BrokenGrammar(), LONG)
+    start(worker, B, None, LONG)
+    worker.run()
+    failures = [failure for events in worker.seen for failure in events.failures]
+    assert [(each.request_id, each.is_unprepared) for each in failures] == [(A, True)]
+    assert "ValueError" in str(failures[0].error)
+    assert worker.tokens(B) == expected(PROMPT, LONG, 0, limits())
     assert worker.all_free

@@ -24,6 +24,7 @@ from pdserve.engine.sequence import Sampled, SampleRow, Sequence
 from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.engine.step import StepEvents, StepPlan
 from pdserve.model.batch import Batch
+from pdserve.model.thinking import OutputGrammar
 from tests.unit.engine.letters import bounded
 
 VOCAB = 31
@@ -84,12 +85,18 @@ def limits(max_model_len: int = 64) -> SequenceLimits:
     return SequenceLimits(max_model_len=max_model_len, vocab_size=VOCAB, eos_token_ids=frozenset({EOS}))
 
 
-def expected(prompt: Items[int], params: SamplingParams, choice: int, bounds: SequenceLimits) -> list[int]:
+def expected(
+    prompt: Items[int],
+    params: SamplingParams,
+    choice: int,
+    bounds: SequenceLimits,
+    grammar: OutputGrammar | None = None,
+) -> list[int]:
     """The completion of one choice, computed alone, token by token, without any cache."""
     sequence = Sequence.from_prompt(RequestId("oracle"), prompt, params, hash_key=KEY)
     while True:
         # A new state for each token: what may follow is the same however it is reached.
-        sequence.grammar = bounded(params)
+        sequence.grammar = grammar or bounded(params)
         row = bounds.sample_row(sequence, choice)
         (result,) = Sampler().sample(fake_logits(sequence.tokens).unsqueeze(0), [row], [0])
         assert isinstance(result, Sampled)

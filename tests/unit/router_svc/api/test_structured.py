@@ -15,6 +15,7 @@ from pdserve.model.tokenizer import Tokenizer
 from router_svc.api.openai.schema import ChatBody, CompletionBody
 from router_svc.api.parse import parse_body
 from router_svc.api.structured import StructuredFields, grammar_of, has_structure
+from router_svc.api.terminal_size import has_large_terminal
 from tests.unit.model.vocabularies import byte_level
 
 _TOKENIZER = byte_level()
@@ -302,7 +303,8 @@ def test_no_demand_ends_the_router(given: dict[str, Any], needle: str) -> None:
 def test_terminals_of_terminals_are_allowed() -> None:
     """As grammars of programming languages have them, defined in either order."""
     names = "\n".join(f'T{i}: T{i + 1} "[TIME]" /[TIME]+/' for i in range(200)) + '\nT200: "a" | /b/'
-    for text in (f"start: T0\n{names}", "start: T0\n" + "\n".join(reversed(names.split("\n")))):
+    commented = 'start: A\nA: "x" B  // A is made of B, and "B of /y\nB: "y"  # as in A'
+    for text in (f"start: T0\n{names}", "start: T0\n" + "\n".join(reversed(names.split("\n"))), commented):
         assert grammar_of(StructuredFields(guided_grammar=text))
 
 
@@ -353,3 +355,10 @@ def test_chats_have_the_same_fields() -> None:
     assert grammar_of(parse_body(ChatBody, json.dumps(body).encode())) == grammar_of(
         fields(response_format={"type": "json_object"})
     )
+
+
+@pytest.mark.parametrize("repeated", [" ", '"\\', "/\\", "A", "[ "])
+def test_what_is_not_closed_is_read_once(repeated: str) -> None:
+    """It takes hours to look for the end from each of its characters."""
+    text = f"a{repeated * 120_000}"
+    assert not has_large_terminal(f"start: A\n{text}\nA: {text}")
