@@ -6,7 +6,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -21,6 +21,21 @@ async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
         if index and index % _ITEMS_PER_TURN == 0:
             await asyncio.sleep(0)
         yield item
+
+
+@asynccontextmanager
+async def freed_in_turns(*lists: list[Any]) -> AsyncIterator[None]:
+    """Empties the lists when the block is left, a few items at a time.
+
+    To free all that belongs to thousands of prompts at once takes 30 ms on a slow core.
+    """
+    try:
+        yield
+    finally:
+        while any(len(items) > _ITEMS_PER_TURN for items in lists):
+            for items in lists:
+                del items[-_ITEMS_PER_TURN:]
+            await asyncio.sleep(0)
 
 
 class _Stop(Exception):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from router_svc.generation import Generation
 from router_svc.request.limits import Limits
 
 
@@ -27,6 +28,10 @@ class Client:
     limits: Limits | None = None
     #: Models that it may use; empty: all.
     models: frozenset[str] = frozenset()
+
+    def own(self, generation: Generation) -> Generation:
+        """The generation with the client's tenant, and a cache salt that isolates it from other tenants."""
+        return replace(generation, tenant=self.tenant, cache_salt=self.salt(generation.cache_salt))
 
     def salt(self, cache_salt: bytes) -> bytes:
         """The salt that isolates the client's prefixes. Two tenants get two salts from the same `cache_salt`."""

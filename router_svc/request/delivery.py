@@ -16,6 +16,9 @@ from router_svc.request.output import ChoiceDelta, Output, ended_by_stop_string
 from router_svc.request.prompt_log import PromptLog
 from router_svc.request.stream import DeltaStream
 
+#: Tokens of more choices take long enough to let other callbacks run before the next ones.
+_FEW_CHOICES = 8
+
 
 def ignore_tokens(call: DecodeCall | None) -> None:
     """For a request that no other worker follows: nothing is done."""
@@ -73,6 +76,8 @@ class Delivery:
         finally:
             self._pass_on(deltas, call)
         await self._stream.wait_for_room()
+        if len(tokens) > _FEW_CHOICES:
+            await asyncio.sleep(0)  # More may have arrived, which is read without a pause.
         if call is not None and not self._output.is_finished:
             for index in ended_by_stop_string(deltas):
                 stop = decode_pb2.StopChoice(choice_index=index)

@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from pdserve.base.errors import Draining, Forbidden, NoWorkers, Quarantined, RateLimited, RequestError
-from pdserve.base.tasks import ServiceGroup, in_turns, service_group
+from pdserve.base.tasks import ServiceGroup, freed_in_turns, in_turns, service_group
 from pdserve.base.trace_context import TraceContext
 from pdserve.model.tokenizer import Tokenizer
 from pdserve.observe.tracing.spans import NO_TRACER, Tracer
@@ -139,7 +139,7 @@ class Requests:
             PdserveError: a later failure, raised by `DeltaStream.write_to`.
         """
         self._require_priority_allowed(generations, client)
-        generations = [_owned(generation, client) async for generation in in_turns(generations)]
+        generations = [client.own(each) async for each in in_turns(generations)]
         journals = await self._open_journals(generations, None if opened is None else opened.trace)
         prompts = [PrefixHashes(each.prompt, each.cache_salt) async for each in in_turns(generations)]
         entrants = await self._entrants(generations, prompts)
@@ -148,13 +148,14 @@ class Requests:
         stream = self._stream(journals, opened)
         run = RunLog(log, journals, self._recorders.logs, stream)
         waves = Waves(self._gate, entrants, client, partial(self._recorders.metrics.rejected, "queue_full"))
-        async with self._entered(generations, run, waves, client) as slots:
+        started = [*zip(generations, prompts, journals, run.prompt_logs, strict=True)]
+        owned = freed_in_turns(generations, journals, prompts, entrants, started)
+        async with owned, self._entered(generations, run, waves, client) as slots:
             async for journal in in_turns(journals):
                 self._recorders.recent.add(journal.record)
             run.begin()
             try:
                 async with service_group() as group:
-                    started = [*zip(generations, prompts, journals, run.prompt_logs, strict=True)]
                     waves.run(slots, self._starter(started, group, stream), group, stream)
                     yield stream
             finally:
@@ -293,8 +294,3 @@ class Requests:
             self._num_open -= 1
             if not self._num_open:
                 self._idle.set()
-
-
-def _owned(generation: Generation, client: Client) -> Generation:
-    """The generation with its client's tenant, and a cache salt that isolates it from other tenants."""
-    return replace(generation, tenant=client.tenant, cache_salt=client.salt(generation.cache_salt))

@@ -122,6 +122,7 @@ class _DecodeSession:
                 return
             tokens = decode_pb2.DecodeTokens(choices=[tokens_to_wire(message) for message in messages])
             await self._stream.write(decode_pb2.DecodeResponse(tokens=tokens))
+            await asyncio.sleep(0)  # A write need not wait, and a worker's step takes its time.
 
     async def _grant(self) -> None:
         await self._calls.script.reach("decode_ticket", self._stream)
