@@ -6,10 +6,11 @@
 // Source: FlashAttention-2 (Dao 2023).
 #pragma once
 
+#include <algorithm>
 #include <limits>
 #include <type_traits>
 
-#include "vec.h"
+#include "tile.h"
 
 namespace pdserve::PD_ISA {
 
@@ -39,7 +40,8 @@ struct F16Kv {
 };
 
 constexpr int kKeyPanels = kKeyTile / kPanelColumns;
-constexpr int kMaxVectors = kMaxSums / (2 * kKeyPanels) > 0 ? kMaxSums / (2 * kKeyPanels) : 1;
+// Where registers are few, chains of several vectors share the units of a key, a piece of a row at a time.
+constexpr int kMaxVectors = std::max(kMaxSums / (2 * kKeyPanels), 4);
 
 struct Scratch {
   // [2 panels][head_dim / per_unit][32]

@@ -6,24 +6,12 @@
 
 namespace pdserve::PD_ISA {
 
-// Vectors as wide as the registers: those of `vec.h`, if wider, make slow code of comparisons.
-#if defined(__AVX512F__)
-constexpr int kDoubles = 8;
-#elif defined(__AVX2__)
-constexpr int kDoubles = 4;
-#else
-constexpr int kDoubles = 2;
-#endif
-constexpr int kSingles = 2 * kDoubles;
+constexpr int kDoubles = kSingles / 2;
 
 typedef double vd __attribute__((vector_size(8 * kDoubles)));
 typedef int64_t vl __attribute__((vector_size(8 * kDoubles)));
 typedef uint64_t vul __attribute__((vector_size(8 * kDoubles)));
-typedef float vs __attribute__((vector_size(4 * kSingles)));
-typedef int32_t vsi __attribute__((vector_size(4 * kSingles)));
 typedef float vs_half __attribute__((vector_size(2 * kSingles)));
-
-static PD_INLINE vs splat_single(float x) { return vs{} + x; }
 
 // Lanes `[half * kDoubles, (half + 1) * kDoubles)`.
 static PD_INLINE vd to_doubles(vs x, int half) {

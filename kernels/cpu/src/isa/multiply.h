@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "codes.h"
-#include "vec.h"
+#include "tile.h"
 
 namespace pdserve::PD_ISA {
 
