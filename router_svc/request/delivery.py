@@ -76,12 +76,12 @@ class Delivery:
         finally:
             self._pass_on(deltas, call)
         await self._stream.wait_for_room()
-        if len(tokens) > _FEW_CHOICES:
-            await asyncio.sleep(0)  # More may have arrived, which is read without a pause.
         if call is not None and not self._output.is_finished:
             for index in ended_by_stop_string(deltas):
                 stop = decode_pb2.StopChoice(choice_index=index)
                 await call.send(decode_pb2.DecodeRequest(stop_choice=stop))
+        if len(tokens) > _FEW_CHOICES:
+            await asyncio.sleep(0)  # More may have arrived, which is read without a pause.
 
     def _pass_on(self, deltas: list[ChoiceDelta], call: DecodeCall | None) -> None:
         if not deltas:

@@ -148,15 +148,15 @@ class Requests:
         stream = self._stream(journals, opened)
         run = RunLog(log, journals, self._recorders.logs, stream)
         waves = Waves(self._gate, entrants, client, partial(self._recorders.metrics.rejected, "queue_full"))
-        started = [*zip(generations, prompts, journals, run.prompt_logs, strict=True)]
-        owned = freed_in_turns(generations, journals, prompts, entrants, started)
-        async with owned, self._entered(generations, run, waves, client) as slots:
+        to_start = [*zip(generations, prompts, journals, run.prompt_logs, strict=True)]
+        freed = freed_in_turns(generations, journals, prompts, entrants, to_start)
+        async with freed, self._entered(generations, run, waves, client) as slots:
             async for journal in in_turns(journals):
                 self._recorders.recent.add(journal.record)
             run.begin()
             try:
                 async with service_group() as group:
-                    waves.run(slots, self._starter(started, group, stream), group, stream)
+                    waves.run(slots, self._starter(to_start, group, stream), group, stream)
                     yield stream
             finally:
                 await self._end(client, journals, run, opened)

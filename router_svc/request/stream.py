@@ -119,11 +119,11 @@ class DeltaStream:
                 self._completion_tokens += sum(len(delta.token_ids) for delta in self._pending[0])
                 await write(self._pending[0])
                 self._wrote()
-                if self._pending:
-                    await asyncio.sleep(0)  # Neither a write nor the next one has to wait for anything.
             elif keep_alive is not None:
                 await keep_alive()
             self._writing_since, self._wrote_at = None, now()
+            if self._pending:
+                await asyncio.sleep(0)  # Neither a write nor the next one has to wait for anything.
 
     async def _wait_for_news(self) -> bool:
         """Returns when there is something to write, or the stream was silent for long. False: it is complete."""

@@ -49,7 +49,7 @@ class Waves:
             for first in range(len(running), len(self._entrants), MAX_AT_ONCE):
                 with self._slots(first) as slots:
                     await asyncio.wait([start(first + index, slot) async for index, slot in in_turns(enumerate(slots))])
-                await asyncio.sleep(0)  # To leave the queue and to enter it again takes 10 ms on a slow core.
+                await asyncio.sleep(0)  # The next wave enters the queue in another callback.
         except Overloaded as error:
             stream.end(error)
 

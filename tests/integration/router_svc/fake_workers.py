@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import struct
 from collections import deque
 from collections.abc import AsyncIterator
@@ -31,6 +32,9 @@ from tests.integration.router_svc.script import CallLog, Context, Left, Vanished
 from tests.support.deadline import DEADLINE_S
 from tests.support.records import LAYOUT
 from tests.support.tiny_model import MAX_POSITIONS, NAME
+
+#: Steps that a decode worker sends without a pause.
+STEPS_AT_ONCE = 16
 
 
 class FakeDecode:
@@ -110,6 +114,7 @@ class _DecodeSession:
         queues = [
             deque(script.messages(choice, self._known.get(choice, first), sampling)) for choice in range(sampling.n)
         ]
+        steps = itertools.count(1)
         while any(queues):
             if script.pace is not None:
                 await script.pace.acquire()
@@ -122,7 +127,8 @@ class _DecodeSession:
                 return
             tokens = decode_pb2.DecodeTokens(choices=[tokens_to_wire(message) for message in messages])
             await self._stream.write(decode_pb2.DecodeResponse(tokens=tokens))
-            await asyncio.sleep(0)  # A write need not wait, and a worker's step takes its time.
+            if next(steps) % STEPS_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     async def _grant(self) -> None:
         await self._calls.script.reach("decode_ticket", self._stream)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 
-from pdserve.base.tasks import ServiceGroup, run_to_completion, service_group
+from pdserve.base.tasks import ServiceGroup, freed_in_turns, run_to_completion, service_group
 from tests.support.deadline import DEADLINE_S
 
 
@@ -153,3 +154,33 @@ async def test_uninterrupted_work_returns_its_result_or_error() -> None:
     assert await run_to_completion(asyncio.sleep(0, result=3)) == 3
     with pytest.raises(ValueError, match="no"):
         await run_to_completion(fail())
+
+
+@pytest.mark.parametrize("error", [None, KeyError("a")])
+async def test_long_lists_are_freed_a_few_items_at_a_time(error: KeyError | None) -> None:
+    longer, shorter = [*range(1000)], [*range(100)]
+    left: list[int] = []
+
+    async def watch() -> None:
+        while not left or left[-1] > 100:
+            left.append(len(longer))
+            await asyncio.sleep(0)
+
+    watching: asyncio.Task[None] | None = None
+    with pytest.raises(KeyError) if error else nullcontext():
+        async with freed_in_turns(longer, shorter):
+            watching = asyncio.create_task(watch())
+            if error:
+                raise error
+    assert watching is not None
+    await watching
+    assert max(before - after for before, after in pairwise(left)) <= 32
+    assert len(longer) <= 32
+    assert not shorter
+
+
+async def test_lists_of_few_items_are_left_alone() -> None:
+    few = [*range(3)]
+    async with freed_in_turns(few):
+        pass
+    assert few == [0, 1, 2]

@@ -5,14 +5,9 @@
 
 namespace pdserve::PD_ISA {
 
-// The contents of a unit, and how a chain of sums adds the product of two units.
+// The contents of a unit, and how a chain of sums adds the product of two units: at once, or term by term.
 struct Bf16Pairs {
-  using Acc = vf;
-#if !defined(__AVX512F__)
-  // The even elements of the pairs, then the odd ones.
-  static constexpr int kTerms = 2;
-  static PD_INLINE vs term(vsu units, int term) { return (vs)(term == 0 ? units << 16 : units & 0xffff0000u); }
-#endif
+#if defined(__AVX512F__)
   static PD_INLINE vf dot(vf sum, vu a, vu b) {
 #if defined(__AVX512BF16__)
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
@@ -21,20 +16,24 @@ struct Bf16Pairs {
     return fma((vf)(a & 0xffff0000u), (vf)(b & 0xffff0000u), sum);
 #endif
   }
+#else
+  // The even elements of the pairs, then the odd ones.
+  static constexpr int kTerms = 2;
+  static PD_INLINE vs term(vsu units, int term) { return (vs)(term == 0 ? units << 16 : units & 0xffff0000u); }
+#endif
 };
 
 struct Floats {
-  using Acc = vf;
-#if !defined(__AVX512F__)
+#if defined(__AVX512F__)
+  static PD_INLINE vf dot(vf sum, vu a, vu b) { return fma((vf)a, (vf)b, sum); }
+#else
   static constexpr int kTerms = 1;
   static PD_INLINE vs term(vsu units, int) { return (vs)units; }
 #endif
-  static PD_INLINE vf dot(vf sum, vu a, vu b) { return fma((vf)a, (vf)b, sum); }
 };
 
 // Unsigned on the left, signed on the right.
 struct BytesTimesInt8 {
-  using Acc = vi;
   static PD_INLINE vi dot(vi sum, vu a, vu b) {
 #if defined(__AVX512VNNI__)
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
@@ -46,18 +45,14 @@ struct BytesTimesInt8 {
   }
 };
 
-// Sums that fit the registers: rows times vectors. With AVX2, a third row of pairs does not: it takes a third of the speed.
 #if defined(__AVX512F__)
+// Sums that fit the registers: rows times vectors.
 constexpr int kMaxSums = 24;
-#else
-constexpr int kMaxSums = 4;
-#endif
 
-#if defined(__AVX512F__)
 // sums[r][2p..2p+1] += rows r x panel p, in order of depth.
 template <class Unit, int R, int P>
 static PD_INLINE void multiply_tile(const uint32_t* a, long a_stride, const uint32_t* b, long panel_stride, long depth,
-                                    typename Unit::Acc (&sums)[R][2 * P]) {
+                                    vf (&sums)[R][2 * P]) {
   for (long k = 0; k < depth; ++k) {
     vu column[2 * P];
 #pragma GCC unroll 8
@@ -72,6 +67,8 @@ static PD_INLINE void multiply_tile(const uint32_t* a, long a_stride, const uint
 }
 #else
 constexpr int kRegisters = 16;
+// With AVX2, a third row of pairs would take a third of the speed.
+constexpr int kMaxSums = 4;
 
 static PD_INLINE vsu splat_vsu(const uint32_t* p) {
 #if defined(__AVX2__)

@@ -87,6 +87,7 @@ WORST: dict[str, tuple[str, bytes, int]] = {
     ),
     "printed kwargs": ("/v1/chat/completions", body(CHAT | {"chat_template_kwargs": {"mood": "a b " * 1024}}), 400),
     "few blocks": ("/v1/messages", fill(BLOCKS, b'{"type":"text","text":""},', LAST_BLOCK, 16 * 1024), 400),
+    "some blocks": ("/v1/messages", fill(BLOCKS, b'{"type":"text","text":""},', LAST_BLOCK, 32 * 1024), 400),
     "blocks": ("/v1/messages", fill(BLOCKS, b'{"type":"text","text":""},', LAST_BLOCK, 64 * 1024), 400),
     "many blocks": ("/v1/messages", fill(BLOCKS, b'{"type":"text","text":""},', LAST_BLOCK, 500_000), 400),
     "turns": ("/v1/messages", body(CHAT | {"messages": [USER, USER | {"role": "assistant"}] * 2000}), 400),
