@@ -34,6 +34,7 @@ from pdserve.cli.placement import Hardware
 from pdserve.cli.run_dir import log_directory, private_directory
 from pdserve.cli.services import router_spec, worker_specs
 from pdserve.cli.stop_signals import StopSignals, finished_before
+from pdserve.cli.supervisor.fork_server import ForkServer
 from pdserve.cli.supervisor.supervisor import Supervisor, supervising
 from pdserve.cli.up_config import UpConfig
 from pdserve.cli.up_console import UpConsole, describe_plan, describe_ready, reachable_host
@@ -42,7 +43,7 @@ from pdserve.cli.up_redis import plan_redis, require_reachable
 from pdserve.cli.up_secret import own_secret
 from pdserve.cli.vllm_flags import translate
 from pdserve.cli.weight_memory import private_weight_bytes
-from pdserve.cli.worker_forks import fork_server
+from pdserve.cli.worker_forks import fork_server, prepare_forks
 from pdserve.net import notify
 
 #: Grace of processes after a failed start: no request runs on them that could be lost.
@@ -90,8 +91,8 @@ async def _run(config: UpConfig, console: UpConsole, hardware: Hardware, log_dir
         )
         async with service_group() as tasks, supervising(console.on_event) as supervisor:
             tasks.start(rotating(log_dir, limits), name="log-rotation")
-            supervisor.fork_from(fork_server(config, environment))
-            await _Up(config, console, environment, supervisor, started_at).run()
+            supervisor.fork_from(forks := fork_server(config, environment))
+            await _Up(config, console, environment, supervisor, forks, started_at).run()
 
 
 @dataclass(slots=True)
@@ -102,6 +103,7 @@ class _Up:
     console: UpConsole
     environment: RunEnvironment
     supervisor: Supervisor
+    forks: ForkServer | None
     started_at: float
     #: Text to show once everything is ready.
     ready_text: str = ""
@@ -134,6 +136,7 @@ class _Up:
         else:
             await self.supervisor.start(redis.spec)
         plan = make_plan(self.config, await self._prepare_models(), redis, self.environment)
+        prepare_forks(self.forks, [model.path for model in plan.models])
         workers = worker_specs(plan)
         for model in plan.models:
             self.console.say(f"Starting {model.served_name} from {model.path}")

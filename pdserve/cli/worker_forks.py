@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 
 from pdserve.cli.cluster_plan import RunEnvironment, gpu_shares
 from pdserve.cli.services import thread_environment
@@ -26,3 +28,9 @@ def fork_server(config: UpConfig, run: RunEnvironment) -> ForkServer | None:
         {**run.variables, **thread_environment(1)},
         run.log_dir / "fork-server.log",
     )
+
+
+def prepare_forks(server: ForkServer | None, models: Iterable[Path]) -> None:
+    """The server reads what workers of these models would read at each start, besides their weights."""
+    if server is not None:
+        server.prepare([("pdserve.model.vocabularies", "read_vocabularies", str(model)) for model in models])

@@ -27,7 +27,7 @@ from tests.simulation.faults import Faults, plan_faults
 from tests.simulation.loop import Process, SimulatedLoop, Stuck
 from tests.simulation.network import Network
 from tests.simulation.phases import Phases
-from tests.simulation.vocabulary import Letters
+from tests.simulation.vocabulary import vocabularies
 from tests.simulation.worker import LONGEST_PROMPT
 
 #: Requests per virtual second, on average.
@@ -237,7 +237,7 @@ def _replace_engine() -> None:
     worker.StepLoop = SimulatedStepLoop
     worker.warm_up = lambda model: None
     grammars: Any = pdserve.worker.serve.grammars
-    grammars.read_tokenizer = lambda model_dir, *, encodes: Letters()
+    grammars.read_vocabularies = lambda model_dir: vocabularies()
     process: Any = pdserve.worker.serve.process
     process.exempt_all = lambda: None
     decode: Any = decode_svc.service

@@ -14,6 +14,7 @@ from llguidance import LLMatcher
 from pdserve.base.sampling import SamplingParams, ThinkingBudget
 from pdserve.model.grammar import GrammarVocabulary
 from pdserve.model.thinking import BoundedThinking, OutputState, ThinkingVocabulary
+from pdserve.model.vocabularies import Vocabularies
 
 VOCAB_SIZE = 64
 EOS = 1
@@ -73,14 +74,15 @@ def _budget(max_tokens: int, *, is_open: bool) -> ThinkingBudget:
 
 def output_state(params: SamplingParams) -> OutputState | None:
     """The state of an output without tokens, read by itself and not by a worker; None: nothing restricts it."""
-    words, thoughts = _vocabularies()
-    grammar = words.compile(params.grammar) if params.grammar else None
+    read = vocabularies()
+    grammar = read.grammars.compile(params.grammar) if params.grammar else None
     if params.thinking is not None:
-        return BoundedThinking(params.thinking, thoughts, grammar).start()
+        return BoundedThinking(params.thinking, read.thinking, grammar).start()
     return None if grammar is None else grammar.start()
 
 
 @cache
-def _vocabularies() -> tuple[GrammarVocabulary, ThinkingVocabulary]:
+def vocabularies() -> Vocabularies:
+    """The vocabulary of the simulated model."""
     tokenizer: Any = Letters()
-    return GrammarVocabulary(tokenizer, VOCAB_SIZE), ThinkingVocabulary(tokenizer, VOCAB_SIZE)
+    return Vocabularies(GrammarVocabulary(tokenizer, VOCAB_SIZE), ThinkingVocabulary(tokenizer, VOCAB_SIZE))

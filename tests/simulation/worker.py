@@ -26,6 +26,7 @@ from pdserve.peers.seals import Seals
 from pdserve.worker.kv_bytes.host_blocks import staged
 from pdserve.worker.serve import process as worker_process
 from pdserve.worker.serve.announce import WorkerAddresses, announce
+from pdserve.worker.serve.grammars import Grammars
 from pdserve.worker.serve.loaded_model import LoadedModel
 from pdserve.worker.serve.manual_drain import ManualDrain
 from pdserve.worker.serve.metrics import WorkerMetrics
@@ -129,6 +130,8 @@ class SimulatedWorker:
             await self.transport.listen()
             stack.push_async_callback(self.transport.close)
             tasks = await stack.enter_async_context(service_group())
+            grammars = Grammars(config.model_dir)
+            stack.callback(grammars.close)
             model = loaded_model(plan.num_blocks[tier])
             worker = self.worker = Worker(
                 config=config,
@@ -136,6 +139,7 @@ class SimulatedWorker:
                 worker_id=WorkerId(self.name),
                 epoch=new_epoch(),
                 model=model,
+                grammars=grammars,
                 transport=self.transport,
                 metrics=metrics,
                 tasks=tasks,

@@ -24,7 +24,7 @@ from pdserve.cli.up_config import UpConfig
 from pdserve.cli.up_model import prepare_command, prepare_model
 from pdserve.cli.up_redis import plan_redis
 from pdserve.cli.up_secret import own_secret
-from pdserve.cli.worker_forks import fork_server
+from pdserve.cli.worker_forks import fork_server, prepare_forks
 
 #: A process that the plan kills often is not one that fails by itself: the delay does not grow.
 _BACKOFF = BackoffPolicy(first_s=0.5, max_s=0.5)
@@ -124,12 +124,13 @@ async def running_cluster(config: ChaosConfig, log_dir: Path) -> AsyncIterator[C
             python_flags=python_flags(),
         )
         async with supervising(cluster.on_event, backoff=_BACKOFF) as supervisor:
-            supervisor.fork_from(fork_server(up, environment))
+            supervisor.fork_from(forks := fork_server(up, environment))
             try:
                 redis = plan_redis(None, run_dir=run_dir, log_dir=log_dir)
                 assert redis.spec is not None
                 await supervisor.start(redis.spec)
                 plan = make_plan(up, [await _prepared(config, environment)], redis, environment)
+                prepare_forks(forks, [model.path for model in plan.models])
                 await supervisor.start(*worker_specs(plan), *_router_specs(plan, ports))
                 cluster.urls = [f"http://{up.host}:{port}" for port in ports[::2]]
                 cluster.redis_url, cluster.model = redis.url, plan.models[0].served_name

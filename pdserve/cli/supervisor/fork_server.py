@@ -42,7 +42,10 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """A process that has imported `modules`. `run` keeps one running; while there is none, services are executed."""
+    """A process that has imported `modules`, and made the calls of `prepare`.
+
+    `run` keeps one running; while there is none, services are executed.
+    """
 
     def __init__(
         self, python: Sequence[str], modules: Sequence[str], environment: Mapping[str, str], log_path: Path
@@ -54,6 +57,8 @@ class ForkServer:
         self._log_path = log_path
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        #: The calls as the server reads them, once they are known.
+        self._calls: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         #: Set once the first server is ready, or cannot be.
         self.settled = asyncio.Event()
 
@@ -61,6 +66,10 @@ class ForkServer:
     def pid(self) -> int | None:
         """The server's process id; None: there is none that is ready."""
         return None if self._process is None or self._control is None else self._process.pid
+
+    def prepare(self, calls: Sequence[tuple[str, str, str]]) -> None:
+        """Modules, functions and arguments that are called before the first fork. Until then no server is ready."""
+        self._calls.set_result(json.dumps(calls).encode())
 
     async def run(self) -> None:
         """Runs until cancelled, or until a server cannot become ready: then services are executed from now on."""
@@ -107,8 +116,12 @@ class ForkServer:
             stack.callback(process.wait)
             stack.callback(process.kill)
             ours.setblocking(False)
-            if not await asyncio.get_running_loop().sock_recv(ours, 64):
+            loop = asyncio.get_running_loop()
+            if not await loop.sock_recv(ours, 64):
                 return False  # It could not import: services that are executed say why.
+            await loop.sock_sendall(ours, await asyncio.shield(self._calls))
+            if not await loop.sock_recv(ours, 64):
+                return False
             ours.settimeout(_FORK_TIMEOUT_S)
             self._control = ours
             self.settled.set()

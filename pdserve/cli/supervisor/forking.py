@@ -1,11 +1,14 @@
-"""The fork server's process: imports modules once, then forks a service for each request of the supervisor.
+"""The fork server's process: imports modules and makes calls, then forks a service for each request of the supervisor.
 
     python -m pdserve.cli.supervisor.forking FD MODULES PADDING
 
-Importing takes most of the time in which a service starts. A forked one has everything imported, shares the memory of
-it, and is otherwise as if it had been executed: a session, an environment, arguments, output and a parent of its own.
+Importing takes most of the time in which a service starts. A forked one has everything imported, and what the calls
+have left in caches. It shares the memory of both, and is otherwise as if it had been executed: a session, an
+environment, arguments, output and a parent of its own.
 
     supervisor -> fork server -> (ends at once) -> service
+
+The supervisor's first message has the calls, as JSON: [[module, function, argument], ...].
 
 The process in between ends, so that the service becomes a child of the supervisor, which is its subreaper meanwhile.
 The supervisor reaps it, and the kernel kills it when the supervisor dies, as with `launch`. The death of the fork
@@ -23,6 +26,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from dataclasses import dataclass
 
 from pdserve.base.collector import importing
@@ -49,6 +53,11 @@ def main() -> None:
     with importing():
         for name in sys.argv[2].split(","):
             importlib.import_module(name)
+        control.send(b"imported")
+        if not (calls := control.recv(MAX_REQUEST_BYTES)):
+            return
+        for module, function, argument in json.loads(calls):
+            _call(module, function, argument)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control.send(b"ready")
     service = _serve(control, supervisor)
@@ -56,10 +65,18 @@ def main() -> None:
         return
     control.close()
     sys.argv = service.argv[service.argv.index("-m") + 1 :]
-    module = importlib.import_module(sys.argv[0])
-    if hasattr(module, "__path__"):
-        module = importlib.import_module(f"{sys.argv[0]}.__main__")
-    module.main()
+    main_module = importlib.import_module(sys.argv[0])
+    if hasattr(main_module, "__path__"):
+        main_module = importlib.import_module(f"{sys.argv[0]}.__main__")
+    main_module.main()
+
+
+def _call(module: str, function: str, argument: str) -> None:
+    """An error is the service's, which makes the same call."""
+    try:
+        getattr(importlib.import_module(module), function)(argument)
+    except Exception:  # noqa: BLE001
+        traceback.print_exc()
 
 
 def _serve(control: socket.socket, supervisor: int) -> _Service | None:

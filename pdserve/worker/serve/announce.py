@@ -36,7 +36,7 @@ class WorkerAddresses:
 def announce(
     worker: Worker, service: TierService, *, store: Store, health: Health, addresses: WorkerAddresses
 ) -> Registrar:
-    """Starts heartbeats, KV events and the reading of grammars, and exposes what they and the kernels count."""
+    """Starts heartbeats and KV events, and exposes what they and the kernels count."""
     registrar = Registrar(store, lambda: worker_record(worker, service, addresses, ready=health.is_ready))
     registrar.secret = worker.seals.secret
     publisher = KvEventPublisher(store, worker.worker_id, worker.epoch)
@@ -49,8 +49,8 @@ def announce(
     if worker.tls is not None:
         worker.tasks.start(worker.tls.run(), name="peer-certificates")
     worker.tasks.start(registrar.run(), name="registrar")
-    worker.tasks.start(worker.grammars.run(), name="grammars")
     worker.tasks.start(publisher.run(), name="kv-events")
+    worker.paths.on_change = health.watch("transport")
     worker.tasks.start(worker.paths.run(), name="transport-paths")
     return registrar
 

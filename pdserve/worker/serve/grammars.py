@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from time import thread_time
+from typing import TypeVar
 
 from pdserve.base.errors import SetupError
 from pdserve.base.logs import get_logger
 from pdserve.base.sampling import SamplingParams
 from pdserve.model.grammar import Grammar, GrammarVocabulary
-from pdserve.model.thinking import BoundedThinking, OutputGrammar, ThinkingVocabulary
-from pdserve.model.tokenizer_file import read_tokenizer
+from pdserve.model.thinking import BoundedThinking, OutputGrammar
+from pdserve.model.vocabularies import read_vocabularies
 
 log = get_logger(__name__)
+
+T = TypeVar("T")
 
 #: Maximum number of grammars that are kept: those used last.
 _MAX_KEPT = 64
@@ -24,32 +28,26 @@ _MAX_KEPT = 64
 class Grammars:
     """Reads grammars. Used on the event loop."""
 
-    def __init__(self, model_dir: Path, vocab_size: int) -> None:
-        """`vocab_size`: that of the model's logits."""
-        self._model_dir = model_dir
-        self._vocab_size = vocab_size
+    def __init__(self, model_dir: Path) -> None:
+        """Begins to read the model's vocabulary. `close` has to follow."""
         # One thread: a grammar that takes long delays other grammars, and no step.
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._vocabulary: GrammarVocabulary | None = None
-        self._thinking: ThinkingVocabulary | None = None
+        self._vocabularies = self._on_thread(partial(read_vocabularies, model_dir))
         #: Whether grammars can be read, as far as is known.
         self.are_available = True
         self._kept: OrderedDict[str, asyncio.Future[Grammar]] = OrderedDict()
 
-    async def run(self) -> None:
-        """Reads the vocabulary, so that no request has to wait for that, and ends the thread when it is cancelled.
+    def close(self) -> None:
+        """Ends the thread, once it has read what it reads now."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def read_vocabulary(self) -> None:
+        """Returns when the vocabulary has been read, so that no request has to wait for that.
 
         With a tokenizer that cannot be read there are no grammars, and the worker serves all other requests.
         """
         try:
-            await self._load_first()
-            await asyncio.get_running_loop().create_future()
-        finally:
-            self._thread.shutdown(wait=False, cancel_futures=True)
-
-    async def _load_first(self) -> None:
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+            await asyncio.shield(self._vocabularies)
         except SetupError as error:
             self.are_available = False
             log.warning("no_grammars", reason=error)
@@ -62,19 +60,18 @@ class Grammars:
 
         Raises `RequestError` when the grammar is not valid.
         """
-        grammar = await self._get(params.grammar) if params.grammar else None
+        if not params.grammar and params.thinking is None:
+            return None
+        vocabularies = await asyncio.shield(self._vocabularies)
+        grammar = await self._read(params.grammar, vocabularies.grammars) if params.grammar else None
         if params.thinking is None:
             return grammar
-        vocabulary = await asyncio.get_running_loop().run_in_executor(self._thread, self._load_thinking)
-        return BoundedThinking(params.thinking, vocabulary, grammar)
+        return BoundedThinking(params.thinking, vocabularies.thinking, grammar)
 
-    async def _get(self, grammar: str) -> Grammar:
+    async def _read(self, grammar: str, vocabulary: GrammarVocabulary) -> Grammar:
         reading = self._kept.get(grammar)
         if reading is None:
-            reading = asyncio.get_running_loop().run_in_executor(self._thread, self._read, grammar)
-            # Retrieves the error, which asyncio would log if no request waited for it any more.
-            reading.add_done_callback(lambda read: read.cancelled() or read.exception())
-            self._kept[grammar] = reading
+            reading = self._kept[grammar] = self._on_thread(partial(vocabulary.compile, grammar))
             if len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(grammar)
@@ -84,17 +81,8 @@ class Grammars:
             self._kept.pop(grammar, None)
             raise
 
-    def _read(self, grammar: str) -> Grammar:
-        return self._load().compile(grammar)
-
-    def _load(self) -> GrammarVocabulary:
-        if self._vocabulary is None:
-            tokenizer = read_tokenizer(self._model_dir, encodes=False)
-            self._vocabulary = GrammarVocabulary(tokenizer, self._vocab_size, thread_time)
-            self._thinking = ThinkingVocabulary(tokenizer, self._vocab_size)
-        return self._vocabulary
-
-    def _load_thinking(self) -> ThinkingVocabulary:
-        self._load()
-        assert self._thinking is not None
-        return self._thinking
+    def _on_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        future = asyncio.get_running_loop().run_in_executor(self._thread, call)
+        # Retrieves the error, which asyncio would log if no request waited for it any more.
+        future.add_done_callback(lambda read: read.cancelled() or read.exception())
+        return future

@@ -16,7 +16,7 @@ from pdserve.base.collector import exempt_all
 from pdserve.base.errors import Draining, SetupError
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.logs import get_logger
-from pdserve.base.tasks import ServiceGroup, service_group, stop_event_on_signals
+from pdserve.base.tasks import service_group, stop_event_on_signals
 from pdserve.net import notify
 from pdserve.net.admin import Health, bound_socket, serve_admin
 from pdserve.net.rpc import GrpcHealth, GrpcPort, serve_grpc_at
@@ -37,6 +37,7 @@ from pdserve.worker.load.populate import populating
 from pdserve.worker.serve.announce import WorkerAddresses, announce, describe
 from pdserve.worker.serve.diagnostics import DiagnosticsService
 from pdserve.worker.serve.fatal_signals import reporting_fatal_signals
+from pdserve.worker.serve.grammars import Grammars
 from pdserve.worker.serve.last_exit import ExitNote, noting_exit
 from pdserve.worker.serve.loaded_model import LoadedModel, load_model
 from pdserve.worker.serve.manual_drain import ManualDrain
@@ -70,18 +71,18 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
             Store(config.redis_url, prefix=config.redis_prefix, on_change=health.watch("redis"))
         )
         note = await stack.enter_async_context(_exit_note(config, store, metrics))
-        model = await asyncio.to_thread(load_model, config)
-        stack.callback(model.close)
+        model, grammars = await _load(config, stack)
         transport = await stack.enter_async_context(_opened_transport(config, seals, tls, metrics))
         tasks = await stack.enter_async_context(service_group())
-        worker = await _make_worker(config, tier, model, transport, metrics, tasks)
-        worker.tracer, worker.seals, worker.tls = tracer, seals, tls
+        make = partial(Worker, config=config, tier=tier, worker_id=_worker_id(config, tier), epoch=new_epoch())
+        make = partial(make, model=model, grammars=grammars, transport=transport, metrics=metrics, tasks=tasks)
+        # In a thread: kernels that pack blocks may have to be compiled, and health checks are answered meanwhile.
+        worker = await asyncio.to_thread(make, seals=seals, tls=tls, tracer=tracer)
         service = build(worker)
         notify.status("warming up")
         served = _served(service, diagnostics := DiagnosticsService(worker, store), worker)
         async with worker.computing(service) as fatal, served as (grpc_address, streams, grpc_health):
             addresses = WorkerAddresses(grpc=grpc_address, http=http_address, streams=streams)
-            worker.paths.on_change = health.watch("transport")
             registrar = announce(worker, service, store=store, health=health, addresses=addresses)
             describe(worker, addresses)
             await _start_accepting(worker, health, grpc_health, registrar)
@@ -108,29 +109,21 @@ async def _exit_note(config: WorkerConfig, store: Store, metrics: WorkerMetrics)
         yield note
 
 
-async def _make_worker(
-    config: WorkerConfig,
-    tier: Tier,
-    model: LoadedModel,
-    transport: Transport,
-    metrics: WorkerMetrics,
-    tasks: ServiceGroup,
-) -> Worker:
-    # In a thread: kernels that pack blocks may have to be compiled, and health checks are answered meanwhile.
-    return await asyncio.to_thread(
-        Worker,
-        config=config,
-        tier=tier,
-        worker_id=WorkerId(config.worker_id or f"{tier}-{secrets.token_hex(4)}"),
-        epoch=new_epoch(),
-        model=model,
-        transport=transport,
-        metrics=metrics,
-        tasks=tasks,
-    )
+async def _load(config: WorkerConfig, stack: AsyncExitStack) -> tuple[LoadedModel, Grammars]:
+    """Reads the weights, and the vocabulary beside them, which `Grammars.read_vocabulary` waits for."""
+    grammars = Grammars(config.model_dir)
+    stack.callback(grammars.close)
+    model = await asyncio.to_thread(load_model, config)
+    stack.callback(model.close)
+    return model, grammars
+
+
+def _worker_id(config: WorkerConfig, tier: Tier) -> WorkerId:
+    return WorkerId(config.worker_id or f"{tier}-{secrets.token_hex(4)}")
 
 
 async def _start_accepting(worker: Worker, health: Health, grpc_health: GrpcHealth, registrar: Registrar) -> None:
+    await worker.grammars.read_vocabulary()
     exempt_all()
     health.not_ready = None
     worker.calls.accept()

@@ -115,6 +115,8 @@ class Worker:
     worker_id: WorkerId
     epoch: Epoch
     model: LoadedModel
+    #: The grammars of its requests.
+    grammars: Grammars
     transport: Transport
     metrics: WorkerMetrics
     tasks: ServiceGroup
@@ -133,8 +135,6 @@ class Worker:
     blocks: BlockMemory = field(init=False)
     #: The paths of blocks to other workers.
     paths: TransportPaths = field(init=False)
-    #: The grammars of its requests.
-    grammars: Grammars = field(init=False)
     _scheduler: Scheduler | None = None
     _loop: StepLoop | None = None
     #: Calls from the step thread to the event loop.
@@ -144,7 +144,6 @@ class Worker:
         self.steps = StepMetrics(self.metrics)
         self.paths = TransportPaths(self.transport, self.metrics, device_memory=self.config.handover_memory == "device")
         model, staging_bytes = self.model, self.config.staging_memory
-        self.grammars = Grammars(self.config.model_dir, model.limits.vocab_size)
         self.numerics_class = str(numerics_class(self.config, model.kernels, model.layout.dtype))
         if model.rank_group is not None:
             self.blocks = model.rank_group.block_memory(model.layout, model.kv_cache, staging_bytes)

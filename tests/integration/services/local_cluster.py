@@ -35,6 +35,7 @@ from pdserve.redis.store import Store
 from pdserve.v1 import common_pb2, decode_pb2, diagnostics_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.serve.diagnostics import DiagnosticsService
+from pdserve.worker.serve.grammars import Grammars
 from pdserve.worker.serve.loaded_model import load_model
 from pdserve.worker.serve.message_limits import max_call_bytes
 from pdserve.worker.serve.metrics import WorkerMetrics
@@ -60,6 +61,8 @@ async def running_worker(
     """A worker as `serve_worker` runs it, without a registry and without signals."""
     metrics = WorkerMetrics(model_name="tiny", tier=tier)
     async with AsyncExitStack() as stack, service_group() as tasks:
+        grammars = Grammars(config.model_dir)
+        stack.callback(grammars.close)
         model = await asyncio.to_thread(load_model, config)
         stack.callback(model.close)
         worker = Worker(
@@ -68,6 +71,7 @@ async def running_worker(
             worker_id=WorkerId(tier),
             epoch=new_epoch(),
             model=model,
+            grammars=grammars,
             transport=transport,
             metrics=metrics,
             tasks=tasks,

@@ -1,6 +1,7 @@
 """A small process for supervisor tests: `fake_service.py STEP...`, steps carried out in order."""
 
 import os
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,8 @@ def main() -> None:
                 print(value, flush=True)
             case "variable":
                 print(os.environ[value], flush=True)
+            case "cached":
+                print(pkgutil.resolve_name(value).cache_info().currsize, flush=True)
             case "ignore-sigterm":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             case "grandchild":

@@ -38,6 +38,8 @@ async def main(log_dir: Path, module: str | None) -> None:
     forks = ForkServer((sys.executable,), ("json",), dict(os.environ), log_dir / "forks.log") if module else None
     async with supervising(on_event) as supervisor:
         supervisor.fork_from(forks)
+        if forks is not None:
+            forks.prepare([])
         await supervisor.start(*specs)
         if forks is not None:
             assert forks.pid is not None

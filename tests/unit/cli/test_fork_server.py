@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -12,13 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.cli.services import thread_environment
 from pdserve.cli.supervisor.backoff import BackoffPolicy
 from pdserve.cli.supervisor.fork_server import ForkServer
 from pdserve.cli.supervisor.spec import BecameReady, Died, ProcessSpec, Stopped
 from pdserve.cli.supervisor.supervisor import Supervisor, supervising
 from tests.support.redis import eventually
+from tests.support.tiny_model import NAME, write_model
 from tests.unit.cli.test_supervisor import Recorder, is_gone, wait_gone
 
+READ = ("pdserve.model.vocabularies", "read_vocabularies")
 SERVICE = "tests.unit.cli.fake_service"
 FAKE_UP = str(Path(__file__).with_name("fake_up.py"))
 AT_ONCE = BackoffPolicy(first_s=0.01, max_s=0.01)
@@ -44,7 +48,9 @@ def make(tmp_path: Path) -> Callable[..., ProcessSpec]:
 
 
 def server(tmp_path: Path, *modules: str) -> ForkServer:
-    return ForkServer((sys.executable,), modules or ("json", "socket"), dict(os.environ), tmp_path / "server.log")
+    forks = ForkServer((sys.executable,), modules or ("json", "socket"), dict(os.environ), tmp_path / "server.log")
+    forks.prepare([])
+    return forks
 
 
 @asynccontextmanager
@@ -136,6 +142,25 @@ async def test_a_fork_server_that_hangs_is_replaced(
             return forks.pid not in (None, hung)
 
         await eventually(is_replaced)
+
+
+async def test_calls_are_made_once_before_the_first_fork(
+    events: Recorder, make: Callable[..., ProcessSpec], tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / NAME)
+    calls = [(*READ, str(tmp_path / "missing")), (*READ, str(model))]
+    environment = {**os.environ, **thread_environment(1)}
+    forks = ForkServer((sys.executable,), (READ[0],), environment, tmp_path / "server.log")
+    async with forking(events, forks) as supervisor:
+        starting = asyncio.ensure_future(supervisor.start(make("one", f"cached={READ[0]}._read", "until-sigterm")))
+        await asyncio.wait([starting], timeout=0.1)
+        assert forks.pid is None
+        forks.prepare(calls)
+        await starting
+        # A thread of the fork server could hold what is then never released in its forks.
+        assert len(os.listdir(f"/proc/{forks.pid}/task")) == 1
+    assert (tmp_path / "one.log").read_text().split()[-1] == "1"
+    assert "SetupError" in (tmp_path / "server.log").read_text()
 
 
 async def test_where_nothing_can_be_imported_services_are_executed(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from llguidance import LLMatcher
 
 from pdserve.base.errors import RequestError, SetupError
 from pdserve.base.sampling import SamplingParams
+from pdserve.model import vocabularies as vocabularies_module
 from pdserve.worker.serve import grammars as grammars_module
 from pdserve.worker.serve.grammars import Grammars
 from tests.support.tiny_model import NAME, write_model
@@ -24,8 +27,9 @@ def of(grammar: str) -> SamplingParams:
 
 
 @pytest.fixture
-def grammars(tmp_path: Path) -> Grammars:
-    return Grammars(write_model(tmp_path / NAME), 300)
+async def grammars(tmp_path: Path) -> AsyncIterator[Grammars]:
+    with closing(Grammars(write_model(tmp_path / NAME))) as grammars:
+        yield grammars
 
 
 async def test_a_grammar_is_read_once_and_no_text_is_none(grammars: Grammars) -> None:
@@ -64,11 +68,11 @@ async def test_a_worker_serves_although_its_tokenizer_cannot_be_read(
         byte_level().save(str(model / "tokenizer.json"))
         monkeypatch.setattr("pdserve.model.tokenizer_file.end_of_text_ids", lambda *_: ())
     else:
-        monkeypatch.setattr(grammars_module, "GrammarVocabulary", None)
-    grammars = Grammars(model, 300)
+        monkeypatch.setattr(vocabularies_module, "GrammarVocabulary", None)
+    grammars = Grammars(model)
     assert grammars.are_available
     async with asyncio.timeout(WAIT_S):
-        await grammars._load_first()  # An error here would end the worker.
+        await grammars.read_vocabulary()  # An error here would end the worker.
         assert not grammars.are_available
         with pytest.raises((SetupError, TypeError)):
             await grammars.get(of(WORDS))

@@ -148,10 +148,14 @@ async def test_a_worker_that_accepts_requests_is_watched_for_hangs(monkeypatch: 
         async def set_serving(self, is_serving: bool) -> None:
             serving.append(is_serving)
 
+    async def read_vocabulary() -> None:
+        assert not health.is_ready
+
     registrar = SimpleNamespace(announce=lambda: announced.append(health.is_ready))
     async with service_group() as tasks:
         worker = SimpleNamespace(
             calls=ActiveCalls(),
+            grammars=SimpleNamespace(read_vocabulary=read_vocabulary),
             tasks=tasks,
             step_loop=loop,
             steps=SimpleNamespace(longest_step_s=0.0),
