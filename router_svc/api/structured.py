@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import MaxLen, MinLen
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import Field, GetJsonSchemaHandler, StringConstraints
 from pydantic_core import CoreSchema
 
@@ -18,6 +18,7 @@ from pdserve.base.sampling import MAX_GRAMMAR
 from pdserve.model.grammar_check import grammar_problem
 from router_svc.api.body import Body, StrictModel
 from router_svc.api.body_schema import Schema, one_of, with_conditions
+from router_svc.api.gbnf import is_gbnf, respelled
 from router_svc.api.json_grammars import Whitespace, json_grammar
 from router_svc.api.structural_tags import StructuralTag
 from router_svc.api.tag_grammars import tag_grammar
@@ -201,7 +202,7 @@ def _grammar_of(demand: _Demand) -> str:
             grammar = LLMatcher.grammar_from_lark(f"start: {options}")
         case _:
             try:
-                text = any_to_lark(demand.value)
+                text = gbnf_to_lark(respelled(demand.value)) if is_gbnf(demand.value) else demand.value
             except Exception as error:  # Its converter documents none; the client's text is the cause of all of them.
                 raise RequestError(f"`{demand.param}` is not valid: {error}.", param=demand.param) from error
             if sum(map(text.count, ":([{")) > MAX_RULES:

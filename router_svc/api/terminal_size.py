@@ -20,7 +20,7 @@ _ITEM = re.compile(r"""(?://|\#)[^\n]*+|"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\\n])*
 def has_large_terminal(grammar: str) -> bool:
     """Whether a terminal of the grammar is larger than `MAX_TERMINAL`, or is part of itself."""
     starts = list(_DEFINITION.finditer(grammar))
-    ends = [*(match.start() for match in starts[1:]), len(grammar)]
+    ends = [match.start() for match in starts[1:]] + [len(grammar)] * bool(starts)
     bodies = [
         (match[1], [*_ITEM.finditer(grammar, match.end(), end)])
         for match, end in zip(starts, ends, strict=True)

@@ -1,28 +1,22 @@
-"""Texts by a schema: random ones that its grammar allows, instances that are made from it, and changes of both."""
+"""Texts by a schema: random ones that its grammar allows, and changes of valid ones."""
 
 from __future__ import annotations
 
 import copy
 import json
 import random
-import re
 from array import array
 from collections.abc import Iterator
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
 from pdserve.model.grammar import Grammar, GrammarFailed, GrammarVocabulary
 from pdserve.model.tokenizer import Tokenizer
-from router_svc.api.json_keywords import reference_steps, target_of
-from tests.support.json_schemas.oracle import Oracle
-from tests.support.json_schemas.samples import FORMATS, PATTERNS, STRINGS
 from tests.unit.model.vocabularies import byte_level
 
 #: Tokens behind which a walk takes what ends it, and behind which it is given up.
 _MANY_TOKENS, _MAX_TOKENS = 60, 600
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _ENDING = b'"]}0n1t f,:'
 _OTHER_VALUES: tuple[Any, ...] = (None, True, 0, -1, 1.5, 10**9, "", "zzz", "é" * 40, [], [0] * 9, {}, {"zzz": 1})
 
@@ -64,63 +58,6 @@ class Texts:
         if ending and (length > _MANY_TOKENS or rng.random() < 0.3):
             return ending[0] if length > _MANY_TOKENS else rng.choice(ending)
         return rng.choice(sorted(allowed))
-
-
-def instance(schema: Any, root: dict[str, Any], rng: random.Random, depth: int = 0) -> Any:
-    """A value that a schema of the strict subset accepts, its properties in the order of the schema."""
-    if "$ref" in schema:
-        steps = reference_steps(schema["$ref"])
-        return instance(root if steps is None else target_of(root, steps), root, rng, depth + 1)
-    if "anyOf" in schema:
-        branches = schema["anyOf"]
-        return instance(branches[-1] if depth > 4 else rng.choice(branches), root, rng, depth + 1)
-    if "const" in schema:
-        return schema["const"]
-    if "enum" in schema:
-        return rng.choice(schema["enum"])
-    kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    match kinds[-1] if depth > 4 else rng.choice(kinds):
-        case "object":
-            return {name: instance(child, root, rng, depth + 1) for name, child in schema["properties"].items()}
-        case "array":
-            least = schema.get("minItems", 0)
-            count = least if depth > 4 else min(schema.get("maxItems", 3), least + rng.randrange(3))
-            return [instance(schema["items"], root, rng, depth + 1) for _ in range(count)]
-        case "string":
-            samples = PATTERNS.get(schema.get("pattern", ""), FORMATS.get(schema.get("format", ""), STRINGS))
-            return _fitting(schema, [*samples, *("x" * count for count in range(16))], rng)
-        case "integer" | "number":
-            return _spelled(_fitting(schema, _numbers(schema), rng), schema)
-        case kind:
-            return {"null": None, "boolean": rng.random() < 0.5}[kind]
-
-
-def _spelled(number: float, schema: Any) -> Any:
-    """A number as a text that `as_text` writes without quotes: with as many decimals as its multiple or bound has."""
-    if number == int(number):
-        return int(number)
-    stated = [schema["multipleOf"]] if "multipleOf" in schema else [schema[name] for name in _BOUNDS if name in schema]
-    decimals = max((-int(Decimal(str(value)).as_tuple().exponent) for value in [number, *stated]), default=0)
-    return f"<#{number:.{decimals}f}#>"
-
-
-def as_text(value: Any, **options: Any) -> str:
-    """An instance as JSON."""
-    return re.sub(r'"<#([^#]*)#>"', r"\1", json.dumps(value, ensure_ascii=False, **options))
-
-
-def _fitting(schema: Any, values: list[Any], rng: random.Random) -> Any:
-    oracle = Oracle(schema)
-    return rng.choice([value for value in values if oracle.accepts(json.dumps(value))])
-
-
-def _numbers(schema: Any) -> list[float]:
-    step = Decimal(str(schema.get("multipleOf", 1)))
-    bounds = [schema[name] for name in _BOUNDS if name in schema]
-    around = [Decimal(str(bound)) for bound in bounds] or [Decimal(0)]
-    steps = {step, step * 100}
-    made = [(bound // each + count) * each for bound in around for each in steps for count in range(-40, 41)]
-    return [int(value) if value == int(value) else float(value) for value in made]
 
 
 def changed(value: Any, rng: random.Random) -> Any:

@@ -1,0 +1,1 @@
+"""Random regular expressions and context-free grammars, and which texts match them."""
