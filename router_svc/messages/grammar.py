@@ -110,15 +110,22 @@ class _Builder:
         if self.form.text_opening or self.rules.text:
             more = f"(GAP {first})*" if repeat and calls.separator is None else ""
             return f"({text} | {self._preamble(calls)} {first} {more} {closing})"
-        if calls.free_trigger:
-            self.lines.append(f"head[lazy]: TEXT /{calls.free_trigger}/")
-            call = "head tool"
-        else:
-            self._until("head", calls.trigger)
-            call = f"head {self._literal(calls.head)} tool"
+        call = f"({' | '.join(self._heads(calls))}) tool"
         if calls.separator is not None:
             return f"({text} | {call} {closing})"
         return f"({call})* {text}" if repeat else f"({call} | {text})"
+
+    def _heads(self, calls: WrittenCall) -> list[str]:
+        """What free text and the start of a call behind it may be."""
+        heads = []
+        if calls.free_trigger:
+            self.lines.append(f"free_head[lazy]: TEXT /{calls.free_trigger}/")
+            heads.append("free_head")
+        # Free text has no special tokens in it. A trigger that begins with one opens a call, too.
+        if not calls.free_trigger or not self._plain_start(calls.trigger):
+            self._until("head", calls.trigger)
+            heads.append(f"head {self._literal(calls.head)}")
+        return heads
 
     def _preamble(self, calls: WrittenCall) -> str:
         if calls.preamble is None:
