@@ -17,6 +17,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from pdserve.base.errors import RequestError, SetupError
+from pdserve.base.sampling import MAX_FORCED
 from pdserve.model.grammar_check import LIMITS, shortened
 from pdserve.model.tokenizer import Tokenizer
 
@@ -24,8 +25,6 @@ from pdserve.model.tokenizer import Tokenizer
 TokenBits = npt.NDArray[np.uint32]
 #: Processor time in which it has to be found what may follow a token. Most need 10 us, the worst of real schemas 30 ms.
 _MAX_FIND_S = 0.25
-#: Forced tokens that are looked for behind one that is known. Where they take long, they come in groups of as many.
-_MAX_AHEAD = 16
 
 
 class GrammarFailed(Exception):
@@ -184,7 +183,7 @@ class GrammarState:
         if new and not self.failure:
             self._consume(new)
         if not self._ahead and not self.failure and (new or not self._has_bits):
-            while self._find_bits() and len(self._ahead) < _MAX_AHEAD:
+            while self._find_bits() and len(self._ahead) < MAX_FORCED:
                 pass
 
     def _consume(self, new: array[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from pdserve.base.pooling import Pooling
-from pdserve.base.sampling import SamplingParams
+from pdserve.base.sampling import MAX_FORCED, SamplingParams
 from pdserve.base.trace_context import TraceContext, traceparent_of
 from pdserve.base.wire import pooling_to_wire, sampling_to_wire
 from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2
@@ -31,7 +31,18 @@ class WorkerMessages:
         self._sampling = sampling_to_wire(generation.sampling)
 
     def decode(self, threshold: int, trace: TraceContext | None, *, is_moving: bool = False) -> decode_pb2.DecodeStart:
-        """The request for a decode worker. `threshold`: uncached tokens up to which that worker prefills."""
+        """The request for a decode worker. `threshold`: uncached tokens up to which that worker prefills.
+
+        `is_moving`: the worker that the request leaves sends the blocks.
+        """
+        output = [
+            decode_pb2.ChoiceOutput(choice_index=each.choice_index, token_ids=each.token_ids, is_over=each.is_over)
+            for each in self._output.continuation
+        ]
+        if is_moving and self._generation.sampling.grammar:
+            # The worker sends the blocks of all these tokens, and has not computed those that were forced last.
+            for each in output:
+                del each.token_ids[max(1, len(each.token_ids) - MAX_FORCED) :]
         return decode_pb2.DecodeStart(
             ref=self._ref(),
             prompt_token_ids=self._generation.prompt,
@@ -39,10 +50,7 @@ class WorkerMessages:
             local_prefill_threshold=threshold,
             cache_salt=self._generation.cache_salt,
             traceparent=traceparent_of(trace),
-            output=[
-                decode_pb2.ChoiceOutput(choice_index=each.choice_index, token_ids=each.token_ids, is_over=each.is_over)
-                for each in self._output.continuation
-            ],
+            output=output,
             is_moving=is_moving,
         )
 

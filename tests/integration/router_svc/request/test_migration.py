@@ -13,7 +13,7 @@ from pdserve.cli.private_redis import PrivateRedis
 from pdserve.peers.workers import WorkerLoad
 from pdserve.v1 import decode_pb2
 from tests.integration.router_svc.conftest import TWO_OF_EACH, ScriptedCluster, open_cluster
-from tests.integration.router_svc.request.support import TEXT, TOKENS, after_first_token, both
+from tests.integration.router_svc.request.support import TEXT, TOKENS, after_first_token, both, once_known
 from tests.integration.router_svc.script import Context, failing, hang, vanish
 from tests.support.redis import eventually
 from tests.support.tiny_model import END
@@ -61,6 +61,21 @@ async def test_a_request_moves_when_its_worker_asks_to_be_left(cluster: Scripted
     assert await cluster.metric("migration_pause_seconds_count") == 1
     assert await cluster.metric("stream_pause_seconds_count") == 0
     assert await cluster.metric("recoveries_total") == 0
+
+
+async def test_tokens_that_a_grammar_may_have_forced_last_are_computed_by_the_worker_that_gets_the_request(
+    cluster: ScriptedCluster,
+) -> None:
+    """Its client has them before the first worker has computed them, which so could not send their blocks."""
+    cluster.script.replies = [TOKENS[:1] * 60 + [END]]
+    leaves = once_known(cluster, lambda record: record["outcome"]["completion_tokens"] >= 40, asks_to_leave())
+    cluster.script.fail("decode_token", *[None] * 39, both(leaves, hang))
+    status, body = await cluster.complete(max_tokens=100, structured_outputs={"regex": "H*"})
+    assert (status, body["choices"][0]["text"]) == (200, TEXT[:1] * 60)
+    _, second = cluster.calls.decode_starts
+    assert [list(each.token_ids) for each in second.output] == [TOKENS[:1] * 24]
+    [move] = (await cluster.only_trace())["migrations"]
+    assert (move["outcome"], move["is_copied"]) == ("moved", True)
 
 
 async def test_tokens_of_both_workers_reach_the_client_once(cluster: ScriptedCluster) -> None:
