@@ -17,7 +17,7 @@ import pytest
 from pdserve.cli.router_client import get_model
 from pdserve.cli.status import ClusterStatus
 from tests.chaos.test_drain import restarted
-from tests.chaos.test_router_lost import EVENT, FIELDS, body_of, by_choice, is_ready, start_router, whole
+from tests.chaos.test_router_lost import EVENT, FIELDS, body_of, by_choice, is_ready, path_of, start_router, whole
 from tests.support.cluster import READY_S, Cluster, free_port, running_cluster
 from tests.support.depth import IS_FULL
 
@@ -37,7 +37,17 @@ WORKERS = ("decode-0", "prefill-0", "decode-1", "prefill-1")
 @pytest.fixture(scope="module")
 def resumable(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
     """Two workers of each tier, and routers that keep streams."""
-    flags = ("--dtype", "float32", "--kv-cache-memory", "256MiB", "--prefill", "2", "--decode", "2")
+    flags = (
+        "--trust-request-chat-template",
+        "--dtype",
+        "float32",
+        "--kv-cache-memory",
+        "256MiB",
+        "--prefill",
+        "2",
+        "--decode",
+        "2",
+    )
     flags += ("--drain-timeout-s", f"{DRAIN_TIMEOUT_S:g}")
     environment = {"PDSERVE_ROUTER__RESUME_TIMEOUT_S": "60"}
     with running_cluster(tmp_path_factory.mktemp("resumable"), *flags, model=model, **environment) as cluster:
@@ -82,7 +92,7 @@ class Client:
         """Takes what is behind the events that it has. False: its router has ended, or refuses because it does so."""
         ids = [match["id"] for match in map(EVENT.match, self._events) if match is not None]
         headers = {"Last-Event-ID": ids[-1].decode()} if ids else {}
-        path = f"/v1/requests/{self._id}/stream" if self._id else "/v1/completions"
+        path = f"/v1/requests/{self._id}/stream" if self._id else path_of(self._body)
         method, body = ("GET", None) if self._id else ("POST", self._body)
         try:
             async with self._http.request(method, self._url + path, json=body, headers=headers) as response:

@@ -17,6 +17,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.chaos.test_worker_lost import CALLING
+from tests.support.answers import OPEN_THINKING
 from tests.support.cluster import MODEL, READY_S, Cluster, free_port
 from tests.support.depth import IS_FULL
 from tests.support.prefill_gate import PrefillGate
@@ -31,14 +33,28 @@ FIELDS: list[dict[str, Any]] = [
     {"temperature": 0.9, "seed": 3, "n": 3},
     {"temperature": 1.0, "seed": 4, "frequency_penalty": 0.6, "presence_penalty": 0.3, "logprobs": 2},
     {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.2, "min_tokens": 30, "top_k": 30, "stop": [" the ", "."]},
+    {"temperature": 0.9, "seed": 8, "n": 2, **CALLING},
+    {
+        "temperature": 0.8,
+        "seed": 9,
+        **CALLING,
+        "chat_template": OPEN_THINKING,
+        "thinking_token_budget": 25,
+    },
 ]
 EVENT = re.compile(rb"id: (?P<id>[^\n]+)\ndata: (?P<data>[^\n]+)\n\n")
 
 
 def body_of(number: int, first: int) -> dict[str, Any]:
-    prompt = [first, *((first * 17 + 11 * position) % 40_000 + 100 for position in range(1, 100))]
-    common = {"model": MODEL, "prompt": prompt, "max_tokens": 60, "stream": True, "ignore_eos": True}
-    return common | {"stream_options": {"include_usage": True}} | FIELDS[number]
+    body = {"model": MODEL, "max_tokens": 60, "stream": True, "ignore_eos": True} | FIELDS[number]
+    if "messages" not in body:
+        body["prompt"] = [first, *((first * 17 + 11 * position) % 40_000 + 100 for position in range(1, 100))]
+    return body | {"stream_options": {"include_usage": True}}
+
+
+def path_of(body: dict[str, Any]) -> str:
+    """The endpoint that takes it."""
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions"
 
 
 async def start_router(cluster: Cluster, directory: Path, port: int) -> asyncio.subprocess.Process:
@@ -76,7 +92,7 @@ def is_ready(url: str) -> bool:
 
 
 def by_choice(data: bytes) -> tuple[dict[int, list[Any]], list[Any]]:
-    """The events of each choice, and the usage in the end, without the id and the time of the response."""
+    """The events of each choice, and the usage in the end, without ids and the time of the response."""
     choices: dict[int, list[Any]] = {}
     usage: list[Any] = []
     assert EVENT.sub(b"", data) == b""
@@ -85,12 +101,14 @@ def by_choice(data: bytes) -> tuple[dict[int, list[Any]], list[Any]]:
     for each in map(json.loads, events):
         usage += [each["usage"]] if each["usage"] else []
         for choice in each["choices"]:
+            for call in choice.get("delta", {}).get("tool_calls", ()):
+                call.pop("id", None)
             choices.setdefault(choice["index"], []).append(choice)
     return choices, usage
 
 
 async def whole(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> bytes:
-    async with http.post(f"{url}/v1/completions", json=body) as response:
+    async with http.post(url + path_of(body), json=body) as response:
         assert response.status == 200, await response.text()
         return await response.read()
 
@@ -107,7 +125,7 @@ class Reader:
 
     async def read(self, url: str, num_events: int) -> None:
         """Reads until the connection breaks. Sets `has_some` after `num_events`."""
-        async with self._http.post(f"{url}/v1/completions", json=self._body) as response:
+        async with self._http.post(url + path_of(self._body), json=self._body) as response:
             assert response.status == 200, await response.text()
             self.id = response.headers["X-Request-Id"]
             with pytest.raises(aiohttp.ClientError):

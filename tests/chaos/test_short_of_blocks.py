@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.cli.__main__ import main
-from tests.chaos.test_worker_lost import BODIES, choices_of
+from tests.chaos.test_worker_lost import choices_of
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.depth import IS_FULL
 
@@ -16,15 +16,25 @@ pytestmark = [
     pytest.mark.skipif(not IS_FULL, reason="takes half a minute: `make test-all ARGS=chaos` runs it"),
 ]
 
-#: All streams have some 2,500 tokens, and a worker has blocks for 1,600: two have room for all, and one has not.
+#: All streams have some 3,000 tokens, and a worker has blocks for 1,600: two have room for all, and one has not.
 MAX_TOKENS, KV_CACHE_MEMORY = 350, "72MiB"
-STREAMS = range(len(BODIES))
+STREAMS = (0, 1, 4, 6, 7)
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
     """Two decode workers with few blocks."""
-    flags = ("--dtype", "float32", "--kv-cache-memory", KV_CACHE_MEMORY, "--prefill", "1", "--decode", "2")
+    flags = (
+        "--trust-request-chat-template",
+        "--dtype",
+        "float32",
+        "--kv-cache-memory",
+        KV_CACHE_MEMORY,
+        "--prefill",
+        "1",
+        "--decode",
+        "2",
+    )
     with running_cluster(tmp_path_factory.mktemp("small"), *flags, model=model) as cluster:
         yield cluster
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from tests.support.answers import OPEN_THINKING
 from tests.support.cluster import MODEL, READY_S, Cluster, WorkerStatus
 from tests.support.lazily import anthropic, openai
 from tests.support.prefill_gate import PrefillGate
@@ -115,6 +116,24 @@ async def test_a_frozen_prefill_worker_is_replaced_after_the_lease(fragile: Clus
 _MAX_TOKENS = 60
 #: A token that is sampled as soon as it may be. As a stop token, that is right behind `min_tokens`.
 _LIKELIEST = 1000
+#: A chat that has to call a function, with arguments that take long.
+CALLING: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Which rivers cross a desert, and which of them are long? " * 8}],
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "note",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"text": {"type": "string", "minLength": 4000}},
+                    "required": ["text"],
+                },
+            },
+        }
+    ],
+    "tool_choice": "required",
+}
 #: Requests with one prompt each: everything that decides about later tokens by earlier ones.
 BODIES: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -139,6 +158,15 @@ BODIES: list[dict[str, Any]] = [
             "logprob_token_ids": [28],
         },
     },
+    # Chats. Of two calls, a client that continues one gets the rest of its arguments alone.
+    {"temperature": 0.9, "seed": 8, "n": 2, **CALLING},
+    # The next worker knows how much was thought, and what has to follow behind it.
+    {
+        "temperature": 0.8,
+        "seed": 9,
+        **CALLING,
+        "extra_body": {"chat_template": OPEN_THINKING, "thinking_token_budget": 25},
+    },
 ]
 
 
@@ -153,6 +181,20 @@ def _stop_late_in(text: str) -> str:
     return next(text[start:end] for start in range(end - 8, -1, -1) if text.find(text[start:end]) == start)
 
 
+def _written(choice: Any) -> Iterator[tuple[Any, str]]:
+    """What a chunk adds to a choice, by its index, and in chats by what it is."""
+    if not hasattr(choice, "delta"):
+        yield choice.index, choice.text
+        return
+    delta = choice.delta
+    yield (choice.index, "content"), delta.content or ""
+    yield (choice.index, "reasoning"), getattr(delta, "reasoning", None) or ""
+    for call in delta.tool_calls or ():
+        yield (choice.index, "id", call.index), (call.id or "") and "an id"
+        yield (choice.index, "name", call.index), call.function.name or ""
+        yield (choice.index, "arguments", call.index), call.function.arguments or ""
+
+
 async def choices_of(
     client: openai.AsyncOpenAI,
     number: int,
@@ -161,26 +203,25 @@ async def choices_of(
     max_tokens: int = _MAX_TOKENS,
     stop: str | None = None,
 ) -> Any:
-    """Text, log-probabilities and end of each choice of one request, and its usage; streamed."""
+    """Texts, log-probabilities and end of each choice of one request, and its usage; streamed."""
     extra = {"ignore_eos": True, **BODIES[number].get("extra_body", {})}
     if "stop_token_ids" in extra:
         extra["min_tokens"] = _min_tokens(max_tokens)
-    texts: dict[int, str] = {}
+    body = {"model": MODEL, "max_tokens": max_tokens, "stop": stop, "stream_options": {"include_usage": True}}
+    body |= BODIES[number] | {"extra_body": extra}
+    if "messages" in body:
+        stream: Any = await client.chat.completions.create(stream=True, **body)
+    else:
+        stream = await client.completions.create(stream=True, prompt=_long_prompt(2100 + number, 100), **body)
+    texts: dict[Any, str] = {}
     logprobs: dict[int, list[float | None]] = {}
     reasons: dict[int, str] = {}
     usage = None
-    async for chunk in await client.completions.create(
-        model=MODEL,
-        prompt=_long_prompt(2100 + number, 100),
-        max_tokens=max_tokens,
-        stop=stop,
-        stream=True,
-        stream_options={"include_usage": True},
-        **(BODIES[number] | {"extra_body": extra}),
-    ):
+    async for chunk in stream:
         usage = chunk.usage or usage
         for choice in chunk.choices:
-            texts[choice.index] = texts.get(choice.index, "") + choice.text
+            for kind, text in _written(choice):
+                texts[kind] = texts.get(kind, "") + text
             if choice.logprobs is not None:
                 logprobs.setdefault(choice.index, []).extend(choice.logprobs.token_logprobs or ())
             if choice.finish_reason:

@@ -20,7 +20,7 @@ import pytest
 
 from kernels.choice import instruction_sets
 from tests.support import depth
-from tests.support.answers import COMPLETIONS, Call, differences, make_calls, send_all
+from tests.support.answers import CHAT, COMPLETIONS, OPEN_THINKING, Call, differences, make_calls, send_all
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.default_model import NUM_LAYERS, model_for_depth
 
@@ -33,14 +33,40 @@ pytestmark = [
 #: 20 requests have every prompt, every option, both endpoints and both ways of sending; 50 also have more combinations.
 CALLS = make_calls(50 if depth.IS_FULL else 20)
 BLOCK_SIZE = 16
+TRUSTING = ("--trust-request-chat-template",)
 #: 42 blocks: enough for the longest request alone, too few for a crowd.
 SCARCE, ROOMY = (str(NUM_LAYERS * (size << 20) // 30) for size in (15, 256))
 #: Eight sequences of 112 new tokens, 7 blocks each. Any one of them fits into those 42 blocks, all eight never do.
-CHOICES = Call(
-    path=COMPLETIONS,
-    body={"prompt": "A list of rivers:", "n": 8, "max_tokens": 112, "temperature": 0.9, "seed": 5, "ignore_eos": True},
-    stream=False,
-)
+_CHOICES = {"n": 8, "max_tokens": 112, "temperature": 0.9, "seed": 5, "ignore_eos": True}
+_ASK = {"messages": [{"role": "user", "content": "Name rivers."}], **_CHOICES}
+_LONG = {"type": "object", "properties": {"text": {"type": "string", "minLength": 2000}}, "required": ["text"]}
+CHOICES = {
+    "free": Call(path=COMPLETIONS, body={"prompt": "A list of rivers:", **_CHOICES}, stream=False),
+    "schema": Call(
+        path=COMPLETIONS,
+        body={"prompt": "A list of rivers:", **_CHOICES, "structured_outputs": {"json": _LONG}},
+        stream=True,
+    ),
+    "tool": Call(
+        path=CHAT,
+        body={
+            **_ASK,
+            "tools": [{"type": "function", "function": {"name": "note", "parameters": _LONG}}],
+            "tool_choice": "required",
+        },
+        stream=True,
+    ),
+    "thinking": Call(
+        path=CHAT,
+        body={
+            **_ASK,
+            "chat_template": OPEN_THINKING,
+            "thinking_token_budget": 40,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _LONG}},
+        },
+        stream=False,
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +78,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def disaggregated(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
     """One prefill and one decode worker that share the cores."""
-    flags = ("--kv-cache-memory", ROOMY)
+    flags = ("--kv-cache-memory", ROOMY, *TRUSTING)
     with running_cluster(tmp_path_factory.mktemp("disaggregated"), *flags, model=model) as cluster:
         yield cluster
 
@@ -68,7 +94,7 @@ def monolithic(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator
 @pytest.fixture(scope="module")
 def scarce(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
     """A cluster with too few blocks, in which the prefill worker computes every prompt."""
-    flags = ("--kv-cache-memory", SCARCE, "--local-prefill-threshold", "0")
+    flags = ("--kv-cache-memory", SCARCE, "--local-prefill-threshold", "0", *TRUSTING)
     with running_cluster(tmp_path_factory.mktemp("scarce"), *flags, model=model) as cluster:
         yield cluster
 
@@ -122,7 +148,10 @@ async def test_each_request_alone_with_warm_caches_and_no_prefill_worker_has_the
 
 
 async def test_preemption_changes_nothing(scarce: Cluster, disaggregated: Cluster, alone: list[str]) -> None:
-    # The choices of one request run together, so blocks run out however fast or slow the other prompts arrive.
-    [choices_alone] = await send_all(disaggregated, [CHOICES], at_once=1)
-    await _assert_answers(scarce, [CHOICES, *CALLS], [choices_alone, *alone], at_once=len(CALLS) + 1)
-    assert scarce.worker_metric("decode", "pdserve_num_preemptions_total") > 0
+    free, *others = await send_all(disaggregated, [*CHOICES.values()], at_once=1)
+    await _assert_answers(scarce, [CHOICES["free"], *CALLS], [free, *alone], at_once=len(CALLS) + 1)
+    for kind, expected in zip(CHOICES, [free, *others], strict=True):
+        before = scarce.worker_metric("decode", "pdserve_num_preemptions_total")
+        # The choices of one request run together, so blocks run out however fast or slow other prompts arrive.
+        await _assert_answers(scarce, [CHOICES[kind]], [expected], at_once=1)
+        assert scarce.worker_metric("decode", "pdserve_num_preemptions_total") > before, kind

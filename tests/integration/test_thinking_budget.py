@@ -5,17 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tests.support.answers import CHAT, Call, differences, send_all
+from tests.support.answers import CHAT, OPEN_THINKING, Call, differences, send_all
 from tests.support.cluster import MODEL, Cluster
 
 #: Long enough that its KV is worth a transfer.
 USER = {"role": "user", "content": "Which rivers cross a desert, and which of them are long? " * 8}
-#: The model does not think by itself; with this template it starts within thinking.
-OPEN = (
-    "{% for each in messages %}<|im_start|>{{ each.role }}\n{{ each.content }}<|im_end|>\n{% endfor %}"
-    "<|im_start|>assistant\n<think>\n"
-)
-BODY: dict[str, Any] = {"messages": [USER], "chat_template": OPEN, "max_tokens": 20, "ignore_eos": True}
+BODY: dict[str, Any] = {"messages": [USER], "chat_template": OPEN_THINKING, "max_tokens": 20, "ignore_eos": True}
 JSON = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["long", "short"]}}}
 #: `</`, `think` and `>` of this tokenizer.
 CLOSING = 3
@@ -25,7 +20,7 @@ def _ask(cluster: Cluster, **fields: Any) -> Any:
     with cluster.client() as client:
         more = {name: fields.pop(name) for name in ("max_tokens", "temperature", "response_format") if name in fields}
         given: dict[str, Any] = {"model": MODEL, "messages": [USER], "temperature": 0, "max_tokens": 20} | more
-        own = {"chat_template": OPEN, "ignore_eos": True, "return_token_ids": True} | fields
+        own = {"chat_template": OPEN_THINKING, "ignore_eos": True, "return_token_ids": True} | fields
         return client.chat.completions.create(**given, extra_body=own)
 
 

@@ -19,6 +19,12 @@ COMPLETIONS = "/v1/completions"
 _COMMENT = re.compile(r"^:[^\n]*\n+", re.MULTILINE)
 CHAT = "/v1/chat/completions"
 
+#: A template. Whatever the model is, an answer to this starts within thinking.
+OPEN_THINKING = (
+    "{% for each in messages %}<|im_start|>{{ each.role }}\n{{ each.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n<think>\n"
+)
+
 _TOPICS = ("the sea", "a small dog", "prime numbers", "Seoul", "winter", "bread", "a lost key", "trains")
 _MANUAL = " ".join(
     f"Rule {number}: whoever writes about {_TOPICS[number % 8]} keeps it to {number + 3} lines." for number in range(34)
