@@ -1,17 +1,19 @@
 """What structured output costs: time per token of streams with a JSON schema, and time to the first token of a new one.
 
-    python -m benchmarks.structured [--rounds 12] [--tokens 128] [--out benchmarks/results]
+    python -m benchmarks.structured [--rounds 12] [--tokens 128] [--vocabulary 151936] [--out benchmarks/results]
 
 A cluster of `pdserve up` gets the same prompts in turns: with a JSON schema for a long list of texts, and without.
 Either way a stream has a fixed number of tokens. Each round has 1 stream, then 16 at a time, in either order of the two
 kinds. A round is compared with itself: the ratio of the medians of both, and the difference of their first tokens.
-Each stream with a schema has one of its own, which no worker has seen.
+Each stream with a schema has one of its own, which no worker has seen. With --vocabulary the default model has so many
+tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import statistics
 import tempfile
@@ -25,7 +27,8 @@ import openai
 
 from benchmarks.environment import describe, heading
 from benchmarks.result_files import write_results
-from tests.support.cluster import MODEL, running_cluster
+from tests.support.cluster import MODEL, Cluster, running_cluster
+from tests.support.default_model import write_larger_vocabulary
 
 STREAMS = (1, 16)
 PROMPT_TOKENS = 100
@@ -67,25 +70,29 @@ async def _stream(
     return times[0] - started_at, (times[-1] - times[0]) / (tokens - 1)
 
 
-async def measured(rounds: int, tokens: int) -> list[Sample]:
+async def measured(rounds: int, tokens: int, vocab_size: int | None) -> list[Sample]:
     """All samples, in the order in which they were taken."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        model = MODEL if vocab_size is None else str(write_larger_vocabulary(directory / "model", vocab_size))
+        with running_cluster(directory, model=model) as cluster:
+            return await _measured(cluster, rounds, tokens)
+
+
+async def _measured(cluster: Cluster, rounds: int, tokens: int) -> list[Sample]:
     samples: list[Sample] = []
-    with tempfile.TemporaryDirectory() as directory, running_cluster(Path(directory)) as cluster:
-        async with cluster.async_client() as client:
-            await _stream(client, random.Random("warm"), tokens, has_schema=True)
-            for number in range(rounds):
-                for streams in STREAMS:
-                    for has_schema in (False, True) if number % 2 else (True, False):
-                        taken = await asyncio.gather(
-                            *(
-                                _stream(client, random.Random(f"{number}/{index}"), tokens, has_schema=has_schema)
-                                for index in range(streams)
-                            )
-                        )
-                        ttft, tpot = (1000 * statistics.median(values) for values in zip(*taken, strict=True))
-                        samples.append(
-                            Sample(round=number, streams=streams, has_schema=has_schema, ttft_ms=ttft, tpot_ms=tpot)
-                        )
+    async with cluster.async_client() as client:
+        await _stream(client, random.Random("warm"), tokens, has_schema=True)
+        for number, streams in itertools.product(range(rounds), STREAMS):
+            for has_schema in (False, True) if number % 2 else (True, False):
+                taken = await asyncio.gather(
+                    *(
+                        _stream(client, random.Random(f"{number}/{index}"), tokens, has_schema=has_schema)
+                        for index in range(streams)
+                    )
+                )
+                ttft, tpot = (1000 * statistics.median(values) for values in zip(*taken, strict=True))
+                samples.append(Sample(round=number, streams=streams, has_schema=has_schema, ttft_ms=ttft, tpot_ms=tpot))
     return samples
 
 
@@ -115,18 +122,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--vocabulary", type=int)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    samples = asyncio.run(measured(arguments.rounds, arguments.tokens))
+    samples = asyncio.run(measured(arguments.rounds, arguments.tokens, arguments.vocabulary))
     table = report(samples)
     print(table)
     if arguments.out is not None:
         environment = describe()
-        raw = {"environment": environment, "rounds": arguments.rounds, "tokens": arguments.tokens}
+        raw = {"environment": environment, "settings": {**vars(arguments), "out": None}}
         raw |= {"samples": [asdict(each) for each in samples]}
-        write_results(
-            arguments.out, "structured", raw, f"# Structured output\n\n{heading(environment, 'Times')}{table}\n"
-        )
+        size = "" if arguments.vocabulary is None else f"-{arguments.vocabulary}"
+        name = f"structured{size}-{environment['date']}"
+        write_results(arguments.out, name, raw, f"# Structured output\n\n{heading(environment, 'Times')}{table}\n")
 
 
 if __name__ == "__main__":

@@ -208,9 +208,9 @@ class GrammarState:
             self.failure = f"nothing is known to match behind token {last}: {shortened(matcher.get_error())}"
         elif (found_s := self._clock() - started) > _MAX_FIND_S:
             self.failure = f"it takes {found_s * 1000:.0f} ms to find what may follow token {last}"
-        elif not (words := np.flatnonzero(self._bits)).size:
+        elif not (num_words := np.count_nonzero(self._bits)):
             self.failure = f"no token of the vocabulary may follow token {last}"
-        elif words.size == 1 and (token := _single(int(words[0]), int(self._bits[words[0]]))) not in self._end_ids:
+        elif num_words == 1 and (token := _single(self._bits)) not in self._end_ids:
             return token is not None and self._go_ahead(token)
         return False
 
@@ -229,9 +229,11 @@ class GrammarState:
         return bits
 
 
-def _single(word: int, bits: int) -> int | None:
-    """The token of the only bit in this word of a vocabulary's bits; None: it has more."""
-    return None if bits & (bits - 1) else word * 32 + bits.bit_length() - 1
+def _single(bits: TokenBits) -> int | None:
+    """The token of the only bit in the only word that is not 0; None: that word has more."""
+    index = int(bits.argmax())
+    word = int(bits[index])
+    return None if word & (word - 1) else index * 32 + word.bit_length() - 1
 
 
 class _Tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from pdserve.model.tensors import tensor_shapes
 from tests.support import depth
 from tests.support.cluster import MODEL
 
+_EMBEDDING = "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 #: Layers of `model_for_depth`.
 NUM_LAYERS = 30 if depth.IS_FULL else 4
@@ -55,6 +57,30 @@ def write_first_layers(parent: Path, num_layers: int = 4) -> str:
 def write_one_layer_model(parent: Path, seed: int = 0) -> Path:
     """Write one small layer of random weights into a new directory below `parent`, and return it."""
     return _write(parent, _ONE_LAYER, lambda _, config: _random_weights(config, seed))
+
+
+def write_larger_vocabulary(parent: Path, vocab_size: int) -> Path:
+    """Write the default model with more tokens, which join two others, into a new directory below `parent`.
+
+    Such a token has the embedding of its first half.
+    """
+    tokenizer: dict[str, Any] = json.loads((resolve_model(MODEL).path / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab, special = tokenizer["model"]["vocab"], {each["content"] for each in tokenizer["added_tokens"]}
+    tokens, rng = sorted(vocab.keys() - special, key=vocab.__getitem__), random.Random(0)
+    rows = [*range(max(vocab.values()) + 1)]
+    while len(rows) < vocab_size:
+        first, second = rng.choice(tokens), rng.choice(tokens)
+        if vocab.setdefault(first + second, len(rows)) == len(rows):
+            rows.append(vocab[first])
+
+    def weights(default: Path, _: Mapping[str, Any]) -> dict[str, Tensor]:
+        tensors = load_file(default / "model.safetensors")
+        return tensors | {_EMBEDDING: tensors[_EMBEDDING][rows].contiguous()}
+
+    directory = _write(parent, {"vocab_size": vocab_size}, weights)
+    (directory / "tokenizer.json").unlink()
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    return directory
 
 
 def _write(
