@@ -2,11 +2,11 @@
 
     python -m benchmarks.structured [--rounds 12] [--tokens 128] [--vocabulary 151936] [--out benchmarks/results]
 
-A cluster of `pdserve up` gets the same prompts in turns: with a JSON schema for a long list of texts, and without.
-Either way a stream has a fixed number of tokens. Each round has 1 stream, then 16 at a time, in either order of the two
-kinds. A round is compared with itself: the ratio of the medians of both, and the difference of their first tokens.
-Each stream with a schema has one of its own, which no worker has seen. With --vocabulary the default model has so many
-tokens.
+A cluster of `pdserve up` gets prompts of the same length in turns: with a JSON schema for a long list of texts, and
+without. Either way a stream has a fixed number of tokens. Each round has 1 stream, then 16 at a time, in either order
+of the two kinds. A round is compared with itself: the ratio of the medians of both, and the difference of their first
+tokens. Prompts are random, so none is cached, and each stream with a schema has one of its own, which no worker has
+seen. With --vocabulary the default model has so many tokens.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ async def _measured(cluster: Cluster, rounds: int, tokens: int) -> list[Sample]:
             for has_schema in (False, True) if number % 2 else (True, False):
                 taken = await asyncio.gather(
                     *(
-                        _stream(client, random.Random(f"{number}/{index}"), tokens, has_schema=has_schema)
-                        for index in range(streams)
+                        _stream(client, random.Random(f"{number}/{has_schema}/{index}"), tokens, has_schema=has_schema)
+                        for index in range(streams, 2 * streams)
                     )
                 )
                 ttft, tpot = (1000 * statistics.median(values) for values in zip(*taken, strict=True))
