@@ -21,8 +21,8 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
-#: Maximum number of grammars that are kept: those used last.
-_MAX_KEPT = 64
+#: Maximum number of grammars that are kept, those used last, and of their characters, of which each takes 40 bytes.
+_MAX_KEPT, _MAX_KEPT_CHARACTERS = 64, 1_000_000
 
 
 class Grammars:
@@ -72,7 +72,7 @@ class Grammars:
         reading = self._kept.get(grammar)
         if reading is None:
             reading = self._kept[grammar] = self._on_thread(partial(vocabulary.compile, grammar))
-            if len(self._kept) > _MAX_KEPT:
+            while len(self._kept) > _MAX_KEPT or sum(map(len, self._kept)) > _MAX_KEPT_CHARACTERS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(grammar)
         try:

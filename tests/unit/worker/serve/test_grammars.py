@@ -42,11 +42,15 @@ async def test_a_grammar_is_read_once_and_no_text_is_none(grammars: Grammars) ->
     assert await grammars.get(of("")) is None
 
 
-async def test_those_used_last_are_kept(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars_module, "_MAX_KEPT", 2)
+@pytest.mark.parametrize(("limit", "value"), [("_MAX_KEPT", 2), ("_MAX_KEPT_CHARACTERS", 2 * len(WORDS))])
+async def test_those_used_last_are_kept(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    monkeypatch.setattr(grammars_module, limit, value)
     first = await grammars.get(of(WORDS))
+    assert await grammars.get(of(WORDS)) is first
     for text in ("a", "b"):
-        await grammars.get(of(LLMatcher.grammar_from_regex(text)))
+        await grammars.get(of(LLMatcher.grammar_from_regex(text * 6)))
     assert await grammars.get(of(WORDS)) is not first
 
 

@@ -108,9 +108,7 @@ HOSTILE_VALUES = (
 
 @pytest.mark.parametrize("field", sorted(UNSUPPORTED))
 def test_an_unsupported_field_is_refused_whatever_its_value(field: str) -> None:
-    """CVE-2025-62164 (`prompt_embeds`), CVE-2025-61620 (`chat_template`), CVE-2025-48942 to 48944 (schemas, regular
-    expressions), CVE-2025-9141 (`tools`). Fails when a field is moved to `IGNORED`.
-    """
+    """CVE-2025-62164 (`prompt_embeds`), CVE-2025-61620 (`chat_template`). Fails when one is moved to `IGNORED`."""
     for cls, body in BODIES:
         for value in HOSTILE_VALUES:
             if value in UNSUPPORTED[field]:
