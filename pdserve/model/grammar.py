@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from pdserve.base.errors import RequestError, SetupError
 from pdserve.base.sampling import MAX_FORCED
 from pdserve.model.grammar_check import LIMITS, shortened
+from pdserve.model.library_errors import library_errors
 from pdserve.model.tokenizer import Tokenizer
 
 #: Bits of a vocabulary: token i is bit i % 32 of word i // 32.
@@ -48,9 +49,10 @@ class GrammarVocabulary:
         self._num_words = -(-vocab_size // 32)
         self._end_ids = frozenset(tokenizer.eos_token_ids)
         tokens = _Tokens(tokenizer, vocab_size)
-        self._tokenizer = LLTokenizer(
-            TokenizerWrapper(tokens), n_vocab=vocab_size, eos_token=list(tokenizer.eos_token_ids)
-        )
+        with library_errors(lambda reason: SetupError(f"Grammars cannot be read with this tokenizer: {reason}.")):
+            self._tokenizer = LLTokenizer(
+                TokenizerWrapper(tokens), n_vocab=vocab_size, eos_token=list(tokenizer.eos_token_ids)
+            )
         tokens.by_longest_match = self._tokenizer.greedy_tokenize
 
     def compile(self, grammar: str) -> Grammar:
@@ -196,7 +198,8 @@ class GrammarState:
         self._num_tokens = first
         self._ahead.clear()
         if not is_back or not self._matcher.consume_tokens(new.tolist()):
-            self.failure = f"tokens {first} to {first + len(new) - 1} do not match"
+            error = shortened(self._matcher.get_error()) or "they do not match"
+            self.failure = f"tokens {first} to {first + len(new) - 1} cannot follow: {error}"
         self._num_tokens += len(new)
 
     def _find_bits(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from llguidance import LLMatcher, LLParserLimits
 
+from pdserve.model.library_errors import library_errors
+
 #: What the parser may spend: on a grammar, about 20 ms; on the tokens after a prefix, some milliseconds.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000,
@@ -16,10 +18,16 @@ LIMITS = LLParserLimits(
 )
 
 
+#: Why a grammar is refused that makes the library panic, as some classes of characters beyond ASCII do in version 1.9.
+GAVE_UP = "the library for grammars gave up on it"
 #: Characters of what the library says that a client gets.
 _MAX_PROBLEM = 500
 #: What the library says of a grammar that is larger than a limit.
 _TOO_LARGE = ("too big", "too many", "too large")
+
+
+class GrammarLibraryFailed(Exception):
+    """The library has raised an error of its own, or has panicked."""
 
 
 def is_too_large(problem: str) -> bool:
@@ -29,7 +37,11 @@ def is_too_large(problem: str) -> bool:
 
 def grammar_problem(grammar: str) -> str:
     """Why a grammar is not valid, or takes too long to read, in llguidance's words; empty: it is valid."""
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=LIMITS)
+    try:
+        with library_errors(GrammarLibraryFailed):
+            is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=LIMITS)
+    except GrammarLibraryFailed as error:
+        return shortened(f"{GAVE_UP}: {error}")
     return shortened("; ".join(messages)) if is_error else ""
 
 

@@ -25,6 +25,7 @@ from router_svc.api.json_keywords import (
     target_of,
 )
 from router_svc.api.json_limits import not_enforced
+from router_svc.api.json_patterns import for_library
 
 #: Levels of a JSON schema, alone and with its references. llguidance's stack overflows at several times as many.
 MAX_DEPTH, MAX_REFERRED_DEPTH = 64, 200
@@ -117,13 +118,17 @@ def _read(schema: JsonSchema | str, param: str) -> JsonSchema:
 
 
 def _as_read_by_the_library(schema: JsonSchema) -> JsonSchema:
-    """The same schema with references as URIs, and without a keyword that requests nothing."""
+    """The same schema with URIs as references, the library's patterns, and no keyword that requests nothing."""
     made = copy.deepcopy(dict(schema))
     for _, subschema in list(reachable(made)):
         if (steps := reference_steps(subschema.get("$ref"))) is not None:
             subschema["$ref"] = "#/" + "/".join(quote(step.replace("~", "~0").replace("/", "~1"), "") for step in steps)
         if subschema.get("uniqueItems") is False:
             del subschema["uniqueItems"]
+        if isinstance(pattern := subschema.get("pattern"), str):
+            subschema["pattern"] = for_library(pattern)
+        if isinstance(named := subschema.get("patternProperties"), dict):
+            subschema["patternProperties"] = {for_library(pattern): child for pattern, child in named.items()}
     return made
 
 

@@ -38,3 +38,20 @@ def pattern_problem(pattern: str) -> str:
             return f"`{rest[:2]}` repeats a repetition"
         index += 1
     return ""
+
+
+def for_library(pattern: str) -> str:
+    """The pattern, whose classes have no U+0000, which no text can have.
+
+    In a JSON string, llguidance 1.9 takes a class with all control characters for one that has quotes and backslashes.
+    """
+    made, index, is_in_class = "", 0, False
+    while index < len(pattern):
+        sign = pattern[index : index + 2] if pattern[index] == "\\" else pattern[index]
+        index += len(sign)
+        if sign == "[" and not is_in_class:
+            sign, is_in_class = "[[", True
+        elif sign == "]" and is_in_class:
+            sign, is_in_class = "]--\\x00]", False
+        made += sign
+    return made

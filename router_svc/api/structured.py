@@ -201,15 +201,17 @@ def _grammar_of(demand: _Demand) -> str:
             options = " | ".join(json.dumps(each) for each in demand.value)
             grammar = LLMatcher.grammar_from_lark(f"start: {options}")
         case _:
-            try:
-                text = gbnf_to_lark(respelled(demand.value)) if is_gbnf(demand.value) else demand.value
-            except Exception as error:  # Its converter documents none; the client's text is the cause of all of them.
-                raise RequestError(f"`{demand.param}` is not valid: {error}.", param=demand.param) from error
-            if sum(map(text.count, ":([{")) > MAX_RULES:
+            text = demand.value
+            # Before it is converted, which takes a time that grows with the square of the number of rules.
+            if sum(map(text.replace("::=", ":").count, ":([{")) > MAX_RULES:
                 raise TooLarge(
                     f"`{demand.param}` has more than {MAX_RULES} rules and brackets together. Simplify it.",
                     param=demand.param,
                 )
+            try:
+                text = gbnf_to_lark(respelled(text)) if is_gbnf(text) else text
+            except Exception as error:  # Its converter documents none; the client's text is the cause of all of them.
+                raise RequestError(f"`{demand.param}` is not valid: {error}.", param=demand.param) from error
             if has_large_terminal(text):
                 raise TooLarge(
                     f"`{demand.param}` has a terminal of more than {MAX_TERMINAL} characters, or one that is part of "

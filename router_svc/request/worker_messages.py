@@ -40,7 +40,7 @@ class WorkerMessages:
             for each in self._output.continuation
         ]
         if is_moving and self._generation.sampling.grammar:
-            # The worker sends the blocks of all these tokens, and has not computed those that were forced last.
+            # The worker that the request leaves sends their blocks. Those forced last may not be computed there.
             for each in output:
                 del each.token_ids[max(1, len(each.token_ids) - MAX_FORCED) :]
         return decode_pb2.DecodeStart(

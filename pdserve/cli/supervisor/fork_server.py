@@ -22,6 +22,8 @@ log = get_logger(__name__)
 _PR_SET_CHILD_SUBREAPER = 36
 #: A fork takes some ms. A server that needs longer is killed, and services are executed.
 _FORK_TIMEOUT_S = 5.0
+#: Calls before the first fork take a second. A server that needs much longer is given up.
+_PREPARE_TIMEOUT_S = 60.0
 #: Between the end of a fork server and the start of the next one.
 _RESTART_S = 1.0
 
@@ -68,7 +70,10 @@ class ForkServer:
         return None if self._process is None or self._control is None else self._process.pid
 
     def prepare(self, calls: Sequence[tuple[str, str, str]]) -> None:
-        """Modules, functions and arguments that are called before the first fork. Until then no server is ready."""
+        """Sets what each server calls before its first fork: modules, functions and an argument for each.
+
+        To be called once. No server is ready before.
+        """
         self._calls.set_result(json.dumps(calls).encode())
 
     async def run(self) -> None:
@@ -107,7 +112,7 @@ class ForkServer:
         return ForkedProcess(pid)
 
     async def _run_once(self) -> bool:
-        """Runs one server from start to end. Returns whether it was ready."""
+        """Runs one server from start to end. Returns whether another one could be ready."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as stack:
             stack.callback(ours.close)
@@ -116,11 +121,11 @@ class ForkServer:
             stack.callback(process.wait)
             stack.callback(process.kill)
             ours.setblocking(False)
-            loop = asyncio.get_running_loop()
-            if not await loop.sock_recv(ours, 64):
+            if not await asyncio.get_running_loop().sock_recv(ours, 64):
                 return False  # It could not import: services that are executed say why.
-            await loop.sock_sendall(ours, await asyncio.shield(self._calls))
-            if not await loop.sock_recv(ours, 64):
+            if not await _finishes_before_end(self._calls, process.pid):
+                return True  # It was killed while the calls were not known.
+            if not await self._prepared(ours):
                 return False
             ours.settimeout(_FORK_TIMEOUT_S)
             self._control = ours
@@ -130,6 +135,17 @@ class ForkServer:
             finally:
                 self._control = None
             return True
+
+    async def _prepared(self, control: socket.socket) -> bool:
+        """Whether the server has made the calls. If not, they may end the next one, too."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_PREPARE_TIMEOUT_S):
+                await loop.sock_sendall(control, await self._calls)
+                return bool(await loop.sock_recv(control, 64))
+        except (OSError, TimeoutError) as error:
+            log.warning("fork_server_given_up", reason=error or "its calls take too long")
+            return False
 
     def _start(self, control: int) -> subprocess.Popen[bytes]:
         with self._log_path.open("ab", buffering=0) as log:
@@ -142,6 +158,16 @@ class ForkServer:
                 pass_fds=(control,),
                 start_new_session=True,
             )
+
+
+async def _finishes_before_end(future: asyncio.Future[bytes], pid: int) -> bool:
+    """Whether the future is done before the process ends."""
+    ending = asyncio.ensure_future(_ended(pid))
+    try:
+        await asyncio.wait((future, ending), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ending.cancel()
+    return future.done()
 
 
 async def _ended(pid: int) -> None:

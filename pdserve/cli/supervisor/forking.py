@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _call(module: str, function: str, argument: str) -> None:
-    """An error is the service's, which makes the same call."""
+    """Logs an error: the service makes the same call, and reports it."""
     try:
         getattr(importlib.import_module(module), function)(argument)
     except Exception:  # noqa: BLE001

@@ -21,8 +21,10 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
-#: Maximum number of grammars that are kept, those used last, and of their characters, of which each takes 40 bytes.
-_MAX_KEPT, _MAX_KEPT_CHARACTERS = 64, 1_000_000
+#: Maximum number of grammars that are kept: those used last.
+_MAX_KEPT = 64
+#: Maximum number of characters of all of them. A grammar takes about 40 bytes of memory for each.
+_MAX_KEPT_CHARACTERS = 1_000_000
 
 
 class Grammars:

@@ -110,7 +110,7 @@ async def _exit_note(config: WorkerConfig, store: Store, metrics: WorkerMetrics)
 
 
 async def _load(config: WorkerConfig, stack: AsyncExitStack) -> tuple[LoadedModel, Grammars]:
-    """Reads the weights, and the vocabulary beside them, which `Grammars.read_vocabulary` waits for."""
+    """Begins to read the vocabulary, then reads the weights. `Grammars.read_vocabulary` waits for the former."""
     grammars = Grammars(config.model_dir)
     stack.callback(grammars.close)
     model = await asyncio.to_thread(load_model, config)

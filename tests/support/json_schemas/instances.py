@@ -75,23 +75,29 @@ def _value(schemas: Sequence[Any], root: Any, rng: random.Random, depth: int) ->
 
 
 def _flattened(schema: Any, root: Any, rng: random.Random, depth: int) -> Iterator[Mapping[str, Any]]:
-    """The schema and all that apply with it, of branches one."""
-    if schema is False:
+    """The schema and all that apply with it, of branches one, in the order in which they name properties."""
+    if schema is False or depth > _MAX_DEPTH:
         raise _NoInstance
     if schema is True:
         return
+    for name, value in schema.items():
+        if name == "properties":
+            yield {name: value}
+        for child in _applying(name, value, root, rng, depth):
+            yield from _flattened(child, root, rng, depth + 1)
     yield schema
-    inner = [*schema.get("allOf", ())]
-    choices = [schema[name] for name in ("anyOf", "oneOf") if name in schema]
-    # The generator puts what ends a recursion last.
-    inner += [branches[-1] if depth > _DEEP else rng.choice(branches) for branches in choices]
-    if "$ref" in schema:
-        steps = reference_steps(schema["$ref"])
-        inner.append(root if steps is None else target_of(root, steps))
-    for one in inner:
-        if depth > _MAX_DEPTH:
-            raise _NoInstance
-        yield from _flattened(one, root, rng, depth + 1)
+
+
+def _applying(name: str, value: Any, root: Any, rng: random.Random, depth: int) -> Iterator[Any]:
+    match name:
+        case "allOf":
+            yield from value
+        case "anyOf" | "oneOf":
+            # The generator puts what ends a recursion last.
+            yield value[-1] if depth > _DEEP else rng.choice(value)
+        case "$ref":
+            steps = reference_steps(value)
+            yield root if steps is None else target_of(root, steps)
 
 
 def _type(flat: Sequence[Mapping[str, Any]], rng: random.Random, depth: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 #: What texts consist of: letters, digits, what notations have to escape, and characters of several bytes.
-ALPHABET = "abcXYZ019 _-^]\\\"'/[&~.|*()\n\té😀"
+ALPHABET = "abcXYZ019 _-^]\\\"'/[&~.|*()\n\t\x7fé😀"
 #: Characters that a negated class, or any character, may be, in random texts.
 _MORE = "!\x7f\rüß中"
 

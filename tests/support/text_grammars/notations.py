@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import random
 from collections.abc import Callable
 
 from tests.support.text_grammars.nodes import Chain, Choice, Class, Literal, Node, Repeat, Rule, Rules
 
-_NAMED = {"\n": "n", "\t": "t"}
+_NAMED = {"\n": "n", "\t": "t", "\x7f": "x7f"}
 _OF_EXPRESSIONS, _OF_LITERALS, _OF_CLASSES = "\\.+*?()|[]{}^$/#&-~", '\\"', "\\]^-[&~/"
 
 
@@ -36,24 +36,46 @@ def choice(rules: Rules) -> list[str]:
 
 
 def gbnf(rules: Rules) -> str:
-    """GBNF, as llama.cpp reads it."""
-    return "\n".join(f"{name} ::= {_gbnf(node)}" for name, node in rules.items())
+    """GBNF, as llama.cpp reads it, in one of its layouts: with comments, lines, brackets and odd names of rules."""
+    return _Gbnf(rules).text()
 
 
-def _gbnf(node: Node) -> str:
-    match node:
-        case Literal(text):
-            return f'"{"".join(_escaped(each, _OF_LITERALS) for each in text)}"'
-        case Class():
-            return _class(node, _in_class_of_gbnf)
-        case Chain(items):
-            return f"({' '.join(map(_gbnf, items))})"
-        case Choice(items):
-            return f"({' | '.join(map(_gbnf, items))})"
-        case Repeat(item, minimum, maximum):
-            return f"({_gbnf(item)}){_times(minimum, maximum)}"
-        case Rule(name):
-            return name
+class _Gbnf:
+    def __init__(self, rules: Rules) -> None:
+        self._rng = random.Random(str(rules))
+        self._rules = rules
+        self._names = {"root": "root"} | {
+            name: self._rng.choice((name, f"{name}-of-it", f"1{name}", f"{name}_", name.swapcase()))
+            for name in rules.keys() - {"root"}
+        }
+        if other := sorted(rules.keys() - {"root"}):
+            self._names[self._rng.choice(other)] = "start"
+
+    def text(self) -> str:
+        """All rules."""
+        end = self._rng.choice(("", ' # a comment: ) * " [', "  "))
+        return "\n".join(f"{self._names[name]} ::= {self._of(node)}{end}" for name, node in self._rules.items())
+
+    def _of(self, node: Node) -> str:
+        match node:
+            case Literal(text):
+                return f'"{"".join(_escaped(each, _OF_LITERALS) for each in text)}"'
+            case Class():
+                return _class(node, _in_class_of_gbnf)
+            case Chain(items):
+                return self._group(" ".join(map(self._of, items)))
+            case Choice(items):
+                return self._group(" | ".join(map(self._of, items)))
+            case Repeat(item, minimum, maximum):
+                return self._group(self._of(item)) + _times(minimum, maximum)
+            case Rule(name):
+                return self._names[name]
+
+    def _group(self, inside: str) -> str:
+        before = self._rng.choice(("", " ", "\n  ", " # 1+\n"))
+        after = self._rng.choice(("", " ", "\n  ", " # (2)*\n"))
+        made = f"({before}{inside}{after})"
+        return f"({made})" if self._rng.random() < 0.2 else made
 
 
 def lark(rules: Rules) -> str:
@@ -65,7 +87,7 @@ def lark(rules: Rules) -> str:
 def _lark(node: Node) -> str:
     match node:
         case Literal(text):
-            return json.dumps(text, ensure_ascii=False)
+            return f'"{"".join(_escaped(each, _OF_LITERALS) for each in text)}"'
         case Class():
             return f"/{_class(node, _in_class)}/"
         case Chain(items):

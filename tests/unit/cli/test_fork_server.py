@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli.services import thread_environment
+from pdserve.cli.supervisor import fork_server
 from pdserve.cli.supervisor.backoff import BackoffPolicy
 from pdserve.cli.supervisor.fork_server import ForkServer
 from pdserve.cli.supervisor.spec import BecameReady, Died, ProcessSpec, Stopped
@@ -144,23 +145,55 @@ async def test_a_fork_server_that_hangs_is_replaced(
         await eventually(is_replaced)
 
 
-async def test_calls_are_made_once_before_the_first_fork(
+async def test_calls_are_made_before_the_first_fork(
     events: Recorder, make: Callable[..., ProcessSpec], tmp_path: Path
 ) -> None:
-    model = write_model(tmp_path / NAME)
-    calls = [(*READ, str(tmp_path / "missing")), (*READ, str(model))]
+    calls = [(*READ, str(tmp_path / "missing")), (*READ, str(write_model(tmp_path / NAME)))]
     environment = {**os.environ, **thread_environment(1)}
     forks = ForkServer((sys.executable,), (READ[0],), environment, tmp_path / "server.log")
     async with forking(events, forks) as supervisor:
-        starting = asyncio.ensure_future(supervisor.start(make("one", f"cached={READ[0]}._read", "until-sigterm")))
-        await asyncio.wait([starting], timeout=0.1)
-        assert forks.pid is None
         forks.prepare(calls)
-        await starting
+        await supervisor.start(make("one", f"cached={READ[0]}._read", "until-sigterm"))
         # A thread of the fork server could hold what is then never released in its forks.
         assert len(os.listdir(f"/proc/{forks.pid}/task")) == 1
     assert (tmp_path / "one.log").read_text().split()[-1] == "1"
     assert "SetupError" in (tmp_path / "server.log").read_text()
+
+
+async def test_a_server_that_dies_before_its_calls_are_known_is_replaced(
+    events: Recorder, make: Callable[..., ProcessSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a model is downloaded, which takes minutes. Fails where all services are executed from then on."""
+    waits, waiting = fork_server._finishes_before_end, list[int]()
+
+    async def noting(calls: asyncio.Future[bytes], pid: int) -> bool:
+        waiting.append(pid)
+        return await waits(calls, pid)
+
+    async def has_imported() -> bool:
+        return len(waiting) > 0
+
+    monkeypatch.setattr(fork_server, "_finishes_before_end", noting)
+    forks = ForkServer((sys.executable,), ("json",), dict(os.environ), tmp_path / "server.log")
+    async with forking(events, forks) as supervisor:
+        await eventually(has_imported)
+        os.kill(waiting.pop(), signal.SIGKILL)
+        await eventually(has_imported)
+        forks.prepare([])
+        await supervisor.start(make("one", "until-sigterm"))
+        assert forks.pid == waiting[0]
+
+
+async def test_where_calls_do_not_end_services_are_executed(
+    events: Recorder, make: Callable[..., ProcessSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.cli.supervisor.fork_server._PREPARE_TIMEOUT_S", 0.2)
+    forks = ForkServer((sys.executable,), ("builtins",), dict(os.environ), tmp_path / "server.log")
+    os.mkfifo(tmp_path / "fifo")
+    forks.prepare([("builtins", "open", str(tmp_path / "fifo"))])
+    async with forking(events, forks) as supervisor:
+        await supervisor.start(make("one", "until-sigterm"))
+        assert forks.pid is None
 
 
 async def test_where_nothing_can_be_imported_services_are_executed(

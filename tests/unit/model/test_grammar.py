@@ -110,7 +110,7 @@ def test_states_of_one_grammar_do_not_affect_each_other(vocabulary: GrammarVocab
 def test_tokens_that_do_not_match_are_an_error_for_good(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:
     state: GrammarState = vocabulary.compile(regex("he")).start()
     for _ in range(2):
-        with pytest.raises(GrammarFailed, match="tokens 0 to 0 do not match"):
+        with pytest.raises(GrammarFailed, match="tokens 0 to 0 cannot follow"):
             state.allowed(array("q", tokenizer.encode("ll", False)), 0)
 
 

@@ -66,7 +66,7 @@ async def test_a_request_moves_when_its_worker_asks_to_be_left(cluster: Scripted
 async def test_tokens_that_a_grammar_may_have_forced_last_are_computed_by_the_worker_that_gets_the_request(
     cluster: ScriptedCluster,
 ) -> None:
-    """Its client has them before the first worker has computed them, which so could not send their blocks."""
+    """The client has them before the first worker has computed them, so that it could not send their blocks."""
     cluster.script.replies = [TOKENS[:1] * 60 + [END]]
     leaves = once_known(cluster, lambda record: record["outcome"]["completion_tokens"] >= 40, asks_to_leave())
     cluster.script.fail("decode_token", *[None] * 39, both(leaves, hang))

@@ -33,6 +33,7 @@ def test_the_strict_subset_is_enforced_and_never_refused(number: int) -> None:
     check = Check()
     check.strict(seeds(number, STRICT))
     assert check.outcome.wrong == []
+    assert check.outcome.counts["valid texts"] > 14 * STRICT
     assert check.outcome.counts["walks"] > STRICT
     assert check.outcome.counts["invalid texts"] > 100 * STRICT
 
@@ -42,6 +43,7 @@ def test_all_keywords_are_enforced_or_refused(number: int) -> None:
     check = Check()
     check.wide(seeds(number, WIDE))
     assert check.outcome.wrong == []
+    assert check.outcome.counts["valid texts"] > 10 * WIDE
     assert check.outcome.counts["walks"] > WIDE
     assert check.outcome.counts["invalid texts"] > 10 * WIDE
     # Most schemas are enforced: a generator whose schemas are refused would show nothing.

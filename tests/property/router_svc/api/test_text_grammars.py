@@ -19,8 +19,10 @@ def test_what_is_accepted_is_what_matches(kind: str) -> None:
     check.compare(range(COUNT))
     assert check.wrong == []
     assert check.counts["grammars"] == COUNT
+    assert check.counts["grammars given up"] <= COUNT // 100
     assert check.counts["valid texts"] > 4 * COUNT
     assert check.counts["invalid texts"] > 15 * COUNT
     assert check.counts["walks"] > 2 * COUNT
+    assert check.counts["walks given up"] <= COUNT // 50
     # Longest matches of terminals exclude little, even where those share characters.
     assert check.counts["valid texts not accepted"] <= check.counts["valid texts"] // 10

@@ -26,6 +26,8 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+#: Characters beyond ASCII with which the library panics.
+PANIC = "start: W\n" + r"""W: "XcZ" (/[\-\\a-cé-ü]/ | /['a-z]/ | (/[.é-üa-c]/ | /[éX-Z]/))"""
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +223,7 @@ def test_what_is_in_use_is_enforced(vocabulary: GrammarVocabulary, schema: dict[
         ({"guided_json": "[1]"}, "guided_json"),
         ({"guided_json": {"x-guidance": {"lenient": True}}}, "guided_json"),
         ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_grammar": PANIC}, "guided_grammar"),
         ({"guided_grammar": "root ::= ("}, "guided_grammar"),
         ({"guided_grammar": "nothing at all"}, "guided_grammar"),
     ],
