@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from llguidance import LLMatcher, LLParserLimits
+from functools import cache
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pdserve.model.library_errors import library_errors
 
@@ -43,6 +45,18 @@ def grammar_problem(grammar: str) -> str:
     except GrammarLibraryFailed as error:
         return shortened(f"{GAVE_UP}: {error}")
     return shortened("; ".join(messages)) if is_error else ""
+
+
+def has_no_text(grammar: str) -> bool:
+    """Whether nothing matches a valid grammar, as far as its first character shows."""
+    matcher = LLMatcher(_bytes(), grammar, log_level=0, limits=LIMITS)
+    matcher.compute_bitmask()
+    return bool(matcher.is_error())
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    return LLTokenizer("byte")
 
 
 def shortened(problem: str) -> str:

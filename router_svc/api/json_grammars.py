@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
 
 from llguidance import LLMatcher
 
 from pdserve.base.errors import RequestError, TooLarge
 from pdserve.base.sampling import MAX_GRAMMAR
-from pdserve.model.grammar_check import grammar_problem, is_too_large
+from pdserve.model.grammar_check import grammar_problem, has_no_text, is_too_large
 from router_svc.api.json_keywords import (
     OF_LISTS,
     OF_NAMES,
@@ -24,8 +22,8 @@ from router_svc.api.json_keywords import (
     subschemas,
     target_of,
 )
+from router_svc.api.json_library import BOUNDS, for_library
 from router_svc.api.json_limits import not_enforced
-from router_svc.api.json_patterns import for_library
 
 #: Levels of a JSON schema, alone and with its references. llguidance's stack overflows at several times as many.
 MAX_DEPTH, MAX_REFERRED_DEPTH = 64, 200
@@ -77,9 +75,23 @@ def json_grammar(schema: JsonSchema | str, whitespace: Whitespace, *, closes_obj
         )
     if problem := grammar_problem(grammar):
         path, problem = ((), problem) if is_too_large(problem) else _located(read, problem, whitespace)
-        where = ".".join((param, *path))
-        raise RequestError(f"`{where}` cannot be enforced: {problem}.", param=where)
+        where = ".".join((param, *_known(path, schema)))
+        raise RequestError(f"`{where}` cannot be enforced: {_in_our_words(problem)}.", param=where)
     return grammar
+
+
+def _known(path: Path, schema: JsonSchema | str) -> Iterator[str]:
+    """The steps that the client's schema has, and not only that of the library."""
+    at: Any = json.loads(schema) if isinstance(schema, str) else schema
+    for step in path:
+        at = target_of(at, (step,))
+        if at is None:
+            return
+        yield step
+
+
+def _in_our_words(problem: str) -> str:
+    return "no value matches it" if problem.startswith(_NO_VALUE) else problem
 
 
 def unchecked_json_grammar(schema: JsonSchema, whitespace: Whitespace, *, closes_objects: bool, param: str) -> str:
@@ -93,7 +105,22 @@ def _prepared(schema: JsonSchema | str, *, closes_objects: bool, param: str) -> 
     if (found := not_enforced(read)) is not None:
         where = ".".join((param, *found[0]))
         raise RequestError(f"`{where}` cannot be enforced: {found[1]}.", param=where)
-    return _as_read_by_the_library(_closed(read) if closes_objects else read)
+    made = for_library(_closed(read) if closes_objects else read)
+    if (path := _path_without_number(made)) is not None:
+        where = ".".join((param, *path, "multipleOf"))
+        raise RequestError(f"`{where}` cannot be enforced: no multiple within the bounds can be written.", param=where)
+    return made
+
+
+def _path_without_number(schema: JsonSchema) -> Path | None:
+    """The path of a subschema whose bounds have no multiple that can be written; None: there is none."""
+    numbers: dict[str, Path] = {}
+    for path, subschema in reachable(schema):
+        own = {name: subschema[name] for name in ("multipleOf", *BOUNDS) if name in subschema}
+        if "multipleOf" in own and len(own) > 1:
+            numbers.setdefault(_grammar_of({"type": "number", **own}, Whitespace()), path)
+    checked = (path for grammar, path in numbers.items() if not grammar_problem(grammar) and has_no_text(grammar))
+    return next(checked, None)
 
 
 def _read(schema: JsonSchema | str, param: str) -> JsonSchema:
@@ -115,21 +142,6 @@ def _read(schema: JsonSchema | str, param: str) -> JsonSchema:
     except ValueError as error:
         raise RequestError(f"`{param}` is not JSON: {error}.", param=param) from error
     return schema
-
-
-def _as_read_by_the_library(schema: JsonSchema) -> JsonSchema:
-    """The same schema with URIs as references, the library's patterns, and no keyword that requests nothing."""
-    made = copy.deepcopy(dict(schema))
-    for _, subschema in list(reachable(made)):
-        if (steps := reference_steps(subschema.get("$ref"))) is not None:
-            subschema["$ref"] = "#/" + "/".join(quote(step.replace("~", "~0").replace("/", "~1"), "") for step in steps)
-        if subschema.get("uniqueItems") is False:
-            del subschema["uniqueItems"]
-        if isinstance(pattern := subschema.get("pattern"), str):
-            subschema["pattern"] = for_library(pattern)
-        if isinstance(named := subschema.get("patternProperties"), dict):
-            subschema["patternProperties"] = {for_library(pattern): child for pattern, child in named.items()}
-    return made
 
 
 def _grammar_of(schema: JsonSchema, whitespace: Whitespace) -> str:

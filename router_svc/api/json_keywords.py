@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import unquote
 
 OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -14,6 +14,11 @@ SINGLE = (
 )
 
 Path = tuple[str, ...]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a number in JSON."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:

@@ -9,25 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from typing import Any, TypeGuard
+from typing import Any
 
-from router_svc.api.json_keywords import Path, reachable
+from router_svc.api.json_keywords import Path, is_number, reachable, reference_steps, target_of
 from router_svc.api.json_patterns import pattern_problem
 
 #: Integers beyond it are not exact as floating-point numbers, which is how bounds are read.
 _MAX_EXACT = 2**53
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+#: Characters of a text. The library gives up in the middle of much longer ones.
+_MAX_LITERAL = 20_000
 #: The states of an automaton that finds multiples of a number, for all of a schema: about 30 ms.
 _MAX_MULTIPLE = 10_000
 
 
 def not_enforced(root: Mapping[str, Any]) -> tuple[Path, str] | None:
     """The path of the first keyword that would not be enforced, and why; None: all are."""
+    if (endless := _endless(root)) is not None:
+        return endless, "it refers to itself without end"
     multiples: dict[Decimal, Path] = {}
     for path, schema in reachable(root):
         for keyword, problem in _problems(schema):
             return (*path, keyword), problem
-        if _is_number(multiple := schema.get("multipleOf")):
+        if is_number(multiple := schema.get("multipleOf")):
             multiples.setdefault(_coefficient(multiple), (*path, "multipleOf"))
     common = 1
     for coefficient, path in multiples.items():
@@ -37,9 +41,41 @@ def not_enforced(root: Mapping[str, Any]) -> tuple[Path, str] | None:
     return None
 
 
+def _endless(root: Mapping[str, Any]) -> Path | None:
+    """The path of a keyword with which a value would have to be one of itself; None: there is none."""
+    found = list(reachable(root))
+    ending: set[int] = set()
+    has_changed = True
+    while has_changed:
+        new = {id(schema) for _, schema in found if id(schema) not in ending and _needs(schema, root, ending) is None}
+        ending |= new
+        has_changed = bool(new)
+    for path, schema in found:
+        if (keyword := _needs(schema, root, ending)) is not None:
+            return (*path, keyword)
+    return None
+
+
+def _needs(schema: Mapping[str, Any], root: Mapping[str, Any], ending: set[int]) -> str | None:
+    """The keyword that applies a schema to the same value which is not among the `ending` ones; None: all are."""
+
+    def ends(child: object) -> bool:
+        return not isinstance(child, dict) or id(child) in ending
+
+    steps = () if schema.get("$ref") == "#" else reference_steps(schema.get("$ref"))
+    if steps is not None and not ends(target_of(root, steps)):
+        return "$ref"
+    if isinstance(every := schema.get("allOf"), list) and not all(map(ends, every)):
+        return "allOf"
+    for name in ("anyOf", "oneOf"):
+        if isinstance(some := schema.get(name), list) and some and not any(map(ends, some)):
+            return name
+    return None
+
+
 def _problems(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-        if _is_number(value := schema.get(keyword)) and not _is_exact_bound(keyword, value):
+        if is_number(value := schema.get(keyword)) and not _is_exact_bound(keyword, value):
             yield keyword, f"{value} is not exact as a floating-point number. Take a bound up to {_MAX_EXACT}"
     for keyword in ("const", "enum"):
         if keyword in schema and (problem := _literal_problem(schema[keyword])):
@@ -59,10 +95,6 @@ def _problems(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         )
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _is_exact_bound(keyword: str, value: float) -> bool:
     if abs(value) <= _MAX_EXACT:
         return True
@@ -80,9 +112,11 @@ def _literal_problem(value: Any) -> str:
         return next(filter(None, map(_literal_problem, value)), "")
     if isinstance(value, str) and any(character < " " and character not in "\b\f\n\r\t" for character in value):
         return "it has a control character that could only be written as \\u"
+    if isinstance(value, str) and len(value) > _MAX_LITERAL:
+        return f"it has {len(value)} characters, which is more than {_MAX_LITERAL}"
     if isinstance(value, str) and "\x7f" in value:
         return "it has a control character, U+007F"
-    if _is_number(value) and abs(value) > _MAX_EXACT:
+    if is_number(value) and abs(value) > _MAX_EXACT:
         return f"{value} is beyond {_MAX_EXACT}"
     return ""
 

@@ -6,10 +6,15 @@ each. `python -m tests.support.json_schemas.check` prints the counts.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from pdserve.base.errors import RequestError
 from pdserve.model.grammar import Grammar
+from router_svc.api.json_grammars import Whitespace, json_grammar
 from tests.support.depth import IS_FULL
+from tests.support.json_schemas.bounds import narrow_bounds, numbers_near
 from tests.support.json_schemas.check import Check
 from tests.support.json_schemas.keywords import CASES, Case, published, table
 from tests.support.json_schemas.oracle import Oracle
@@ -48,6 +53,20 @@ def test_all_keywords_are_enforced_or_refused(number: int) -> None:
     assert check.outcome.counts["invalid texts"] > 10 * WIDE
     # Most schemas are enforced: a generator whose schemas are refused would show nothing.
     assert check.outcome.counts["refused"] < WIDE // 3
+
+
+@pytest.mark.parametrize("number", range(SLICES))
+def test_bounds_that_are_close_to_each_other_are_enforced(texts: Texts, number: int) -> None:
+    """Those with an excluded integer let it pass, before the schema was put into other words."""
+    for seed in seeds(number, 300):
+        schema = narrow_bounds(random.Random(seed))
+        try:
+            text = json_grammar(schema, Whitespace(), closes_objects=False, param="schema")
+        except RequestError:
+            continue  # Nothing is between them.
+        grammar, oracle = texts.vocabulary.compile(text), Oracle(schema)
+        for tried in (*numbers_near(schema), texts.walk(grammar, random.Random(seed)) or "null"):
+            assert oracle.accepts(tried) or not texts.accepts(grammar, tried), (schema, tried)
 
 
 def test_the_published_table_of_keywords_is_that_of_the_code() -> None:

@@ -327,9 +327,27 @@ def test_an_unknown_property_cannot_be_a_known_one_in_disguise(vocabulary: Gramm
 
 def test_a_property_without_a_value_is_found_behind_those_that_need_it() -> None:
     empty = {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}
-    with pytest.raises(RequestError, match="anyOf is empty") as refused:
+    with pytest.raises(RequestError, match="no value matches it") as refused:
         grammar_of(of_schema({"type": "object", "properties": {"b": empty}, "required": ["b"]}))
     assert refused.value.param == "response_format.json_schema.schema.properties.b.properties.a.enum"
+
+
+@pytest.mark.parametrize(
+    ("schema", "path", "problem"),
+    [
+        ({"properties": {"a": {"$ref": "#/properties/a"}}}, ".properties.a.$ref", "refers to itself"),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}]}}}, ".$ref", "refers to itself"),
+        ({"allOf": [{"$ref": "#"}]}, ".allOf", "refers to itself"),
+        ({"enum": ["x", ["y" * 20_001]]}, ".enum", "20001 characters"),
+        ({"type": "string", "format": "date", "pattern": "^2023-02-29$"}, "", "no value matches it"),
+        ({"items": {"multipleOf": 0.25, "minimum": 0.5, "maximum": 0.5}}, ".items.multipleOf", "can be written"),
+    ],
+)
+def test_what_could_not_be_followed_to_an_end_is_refused_at_once(schema: Any, path: str, problem: str) -> None:
+    """Each was an output that ended in the middle, with an error."""
+    with pytest.raises(RequestError, match=problem) as refused:
+        grammar_of(of_schema(schema))
+    assert refused.value.param == f"response_format.json_schema.schema{path}"
 
 
 def test_definitions_may_refer_to_each_other_and_to_themselves(vocabulary: GrammarVocabulary) -> None:
