@@ -181,8 +181,8 @@ def _echo(value: object) -> str:
 def _path(location: tuple[int | str, ...]) -> str:
     """`messages[0].content`."""
     path = ""
-    for key in location:
-        if isinstance(key, str) and key.startswith(TAG_MARK):
-            continue
+    for index, key in enumerate(location):
+        if isinstance(key, str) and (key.startswith(TAG_MARK) or location[index - 1 : index] == ("response_format",)):
+            continue  # It says which kind of a union it is.
         path += f"[{key}]" if isinstance(key, int) else f".{key[:MAX_ECHO]}" if path else key[:MAX_ECHO]
     return path

@@ -208,6 +208,8 @@ def _grammar_of(demand: _Demand) -> str:
                     f"`{demand.param}` has more than {MAX_RULES} rules and brackets together. Simplify it.",
                     param=demand.param,
                 )
+            if "%json" in text:
+                raise RequestError(f"`{demand.param}` may not have `%json`. Use a structural tag.", param=demand.param)
             try:
                 text = gbnf_to_lark(respelled(text)) if is_gbnf(text) else text
             except Exception as error:  # Its converter documents none; the client's text is the cause of all of them.

@@ -62,6 +62,11 @@ class MessageParser:
         return self._region is not None and self._region.name == THINKING
 
     @property
+    def is_in_call(self) -> bool:
+        """Whether the text is in the middle of a call."""
+        return self._reader is not None and not self._reader.is_complete
+
+    @property
     def calls(self) -> int:
         """Calls so far."""
         return self._calls

@@ -102,20 +102,20 @@ class ChatFormat:
         content = self._delta(delta.choice_index, message.add(pieces, is_end=is_end, has_tokens=bool(delta.token_ids)))
         if not content and logprobs is None and delta.finish_reason is None:
             return None
-        return _chunk_choice(delta, content, logprobs, self._ending(delta, message.calls))
+        return _chunk_choice(delta, content, logprobs, self._ending(delta, message))
 
     def whole(self, index: int, collected: CollectedChoice) -> Iterator[bytes]:
         """The message."""
         self._scores = collected.prompt_logprobs
         message: ChatMessageAnswer = {"role": "assistant", "content": "".join(collected.text), "refusal": None}
-        calls = 0
+        read: ReadMessage | None = None
         if self._reading is not None:
             read, events = self._message(index), list[Event]()
             for start in range(0, len(collected.text), _TOKENS_AT_ONCE):
                 events += read.add(collected.text[start : start + _TOKENS_AT_ONCE], is_end=False)
                 yield b""
             events += read.add((), is_end=True)
-            message, calls = self._whole_message(index, events), read.calls
+            message = self._whole_message(index, events)
         yield b'{"index":%d,"message":%b,"logprobs":' % (index, to_json(message))
         if collected.logprobs:
             yield from chat_logprobs_pieces(collected.token_ids, collected.logprobs, self._tokenizer)
@@ -123,7 +123,7 @@ class ChatFormat:
             yield b"null"
         if self._prompts:
             yield b',"token_ids":%b' % integers_to_json(collected.token_ids)
-        yield b"," + to_json(self._ending(collected, calls))[1:]
+        yield b"," + to_json(self._ending(collected, read))[1:]
 
     def _message(self, index: int) -> ReadMessage:
         assert self._reading is not None
@@ -175,10 +175,11 @@ class ChatFormat:
     def _shows_thinking(self) -> bool:
         return self._reading is not None and self._reading.shows_thinking
 
-    def _ending(self, choice: ChoiceDelta | CollectedChoice, calls: int) -> Ending:
-        """As OpenAI's: calls are the reason of an end unless the client has named the function."""
-        result = ending(choice)
-        if calls and choice.finish_reason is FinishReason.STOP and self._reading and not self._reading.is_named:
+    def _ending(self, choice: ChoiceDelta | CollectedChoice, message: ReadMessage | None) -> Ending:
+        """As OpenAI's: whole calls are the reason of an end unless the client has named the function."""
+        result, is_named = ending(choice), self._reading is not None and self._reading.is_named
+        has_whole_calls = message is not None and message.calls > 0 and not message.has_cut_call
+        if has_whole_calls and choice.finish_reason is FinishReason.STOP and not is_named:
             result["finish_reason"] = "tool_calls"
         return result
 

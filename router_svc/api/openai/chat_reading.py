@@ -24,6 +24,8 @@ class ChatReading:
     #: The tools that may be called, with the types of their parameters where the form needs them.
     tools: ToolTypes
     reads_calls: bool
+    #: Messages are calls, and have no text.
+    requires_call: bool = False
     #: The client has named the function that is called.
     is_named: bool
     #: Whether the model thinks at all.
@@ -37,7 +39,7 @@ class ChatReading:
         """As JSON. Of the form, the name: all of it is the model's."""
         tools = {name: {key: sorted(types) for key, types in each.items()} for name, each in self.tools.items()}
         values = {"tools": tools, "reads_calls": self.reads_calls, "is_named": self.is_named}
-        values |= {"thinks": self.thinks, "form": self.form.name}
+        values |= {"requires_call": self.requires_call, "thinks": self.thinks, "form": self.form.name}
         return json.dumps({**values, "shows_thinking": self.shows_thinking, "start": self.start})
 
     @classmethod
@@ -54,6 +56,7 @@ class ChatReading:
             form=form,
             tools=tools,
             reads_calls=values["reads_calls"],
+            requires_call=values.get("requires_call", False),  # Routers of the last release do not say it.
             is_named=values["is_named"],
             thinks=values["thinks"],
             shows_thinking=values["shows_thinking"],
@@ -77,6 +80,7 @@ def chat_reading(
         form=form,
         tools=use.types() if form.template.has_parameters else {name: {} for name in use.names},
         reads_calls=use.calls is not Calls.NONE,
+        requires_call=use.calls is Calls.REQUIRED,
         is_named=use.is_named,
         shows_thinking=shows_thinking,
         thinks=model.messages.thinks,

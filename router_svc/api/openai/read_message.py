@@ -15,6 +15,9 @@ class ReadMessage:
     def __init__(self, reading: ChatReading | None) -> None:
         """`reading` None: the message is plain text."""
         self._parser = None if reading is None else reading.parser()
+        self._has_text = reading is None or not reading.requires_call
+        #: Whether it ends in the middle of a call.
+        self.has_cut_call = False
         #: Tokens of thinking so far.
         self.reasoning_tokens = 0
 
@@ -33,8 +36,14 @@ class ReadMessage:
             events += self._parser.push(piece)
             self.reasoning_tokens += has_tokens and (before or self._parser.is_thinking)
         if is_end:
-            events += self._parser.finish()
+            self.has_cut_call = self._parser.is_in_call
+            # What is left of a message without text is the head of a call that was cut.
+            events += [event for event in self._parser.finish() if self._has_text or not _is_answer(event)]
         return events
+
+
+def _is_answer(event: Event) -> bool:
+    return isinstance(event, Text) and not event.is_thinking
 
 
 def call_id(response_id: str, choice: int, call: int, *, characters: int) -> str:

@@ -247,7 +247,7 @@ def test_a_format_that_is_not_known_is_refused_by_name(content: Any) -> None:
     with pytest.raises(RequestError) as refused:
         fields(response_format=given)
     assert refused.value.param is not None
-    assert refused.value.param.startswith("response_format.structural_tag.format.sequence.elements[1]")
+    assert refused.value.param.startswith("response_format.format.sequence.elements[1]")
     with pytest.raises(RequestError) as refused:
         grammar_of(fields(structured_outputs={"structural_tag": json.dumps(given)}))
     assert refused.value.param is not None

@@ -224,6 +224,8 @@ def test_what_is_in_use_is_enforced(vocabulary: GrammarVocabulary, schema: dict[
         ({"guided_json": {"x-guidance": {"lenient": True}}}, "guided_json"),
         ({"guided_regex": "("}, "guided_regex"),
         ({"guided_grammar": PANIC}, "guided_grammar"),
+        # What `%json` has is read by the library alone, and with options of the client's.
+        ({"guided_grammar": 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'}, "guided_grammar"),
         ({"guided_grammar": "root ::= ("}, "guided_grammar"),
         ({"guided_grammar": "nothing at all"}, "guided_grammar"),
     ],

@@ -110,3 +110,30 @@ def test_ids_of_mistral_have_nine_characters() -> None:
     chunk = form.chunk(delta)
     assert chunk is not None
     assert len(chunk["delta"]["tool_calls"][0]["id"]) == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "content", "arguments", "reason"),
+    [
+        # Cut by max_tokens: a client would show what is left of the second call.
+        ('<tool_call>{"name": "pu', FinishReason.LENGTH, None, [], "length"),
+        ('<tool_call>{"name": "put", "arguments": {}}</tool_call>\n<tool', FinishReason.LENGTH, None, ["{}"], "length"),
+        # By a stop string: an agent would take the call for whole.
+        ('<tool_call>{"name": "put", "arguments": {"a', FinishReason.STOP, None, ['{"a'], "stop"),
+        ('<tool_call>{"name": "put", "arguments": {}}</tool_call>', FinishReason.STOP, None, ["{}"], "tool_calls"),
+    ],
+)
+def test_required_calls_that_are_cut_leave_no_text_and_are_not_whole(
+    text: str, finish: FinishReason, content: str | None, arguments: list[str], reason: str
+) -> None:
+    form = _format(_reading(requires_call=True, thinks=False))
+    delta = ChoiceDelta(choice_index=0, text=text, pieces=tuple(text), finish_reason=finish)
+    chunk = form.chunk(delta)
+    assert chunk is not None
+    assert (chunk["delta"].get("content"), chunk["finish_reason"]) == (content, reason)
+    collected = CollectedChoice()
+    collected.add(delta)
+    whole = json.loads(b"".join(_format(_reading(requires_call=True, thinks=False)).whole(0, collected)))
+    calls = whole["message"].get("tool_calls", [])
+    assert ([call["function"]["arguments"] for call in calls], whole["finish_reason"]) == (arguments, reason)
+    assert whole["message"]["content"] == (content if calls else "")
