@@ -6,7 +6,7 @@ A cluster of `pdserve up` gets prompts of the same length in turns: with a JSON 
 without. Either way a stream has a fixed number of tokens. Each round has 1 stream, then 16 at a time, in either order
 of the two kinds. A round is compared with itself: the ratio of the medians of both, and the difference of their first
 tokens. Prompts are random, so none is cached, and each stream with a schema has one of its own, which no worker has
-seen. With --vocabulary the default model has so many tokens.
+seen. With --vocabulary, the default model is given more tokens, up to that number.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 16_384
 #: Characters.
 MAX_GRAMMAR = 262_144
-#: Tokens that a grammar forces at most behind one that is sampled, and that a client has before their KV is computed.
-#: Routers of the last release count on it.
+#: Maximum number of tokens that a grammar forces behind one that is sampled. A client has them before their KV is
+#: computed. Routers of the last release count on it.
 MAX_FORCED = 16
 #: Devices hold it in 32 bits. Routers send 0 for every value that limits nothing.
 MAX_TOP_K = 2**31 - 1

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from router_svc.api.json_keywords import is_number, reachable, reference_steps
-from router_svc.api.json_patterns import for_library as pattern_for_library
+from router_svc.api.json_patterns import pattern_for_library
 
 _DIGITS = "[0-9]{1,9}"
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
@@ -50,6 +50,7 @@ def for_library(schema: Mapping[str, Any]) -> dict[str, Any]:
         if subschema.get("uniqueItems") is False:
             del subschema["uniqueItems"]
         _replace_patterns(subschema)
+        _replace_boolean_bounds(subschema)
         if merges or _are_close(subschema):
             _move_bounds(subschema)
     return made
@@ -62,10 +63,10 @@ def _replace_patterns(schema: dict[str, Any]) -> None:
         schema["patternProperties"] = {pattern_for_library(pattern): child for pattern, child in named.items()}
     if isinstance(name := schema.get("format"), str) and name in _FORMATS:
         del schema["format"]
-        if "pattern" in schema:
-            schema["allOf"] = [*schema.get("allOf", ()), {"pattern": _FORMATS[name]}]
-        else:
+        if "pattern" not in schema:
             schema["pattern"] = _FORMATS[name]
+        elif isinstance(others := schema.setdefault("allOf", []), list):  # If it is none, the library refuses it.
+            others.append({"pattern": _FORMATS[name]})
 
 
 def _merges_bounds(schema: Mapping[str, Any]) -> bool:
@@ -87,8 +88,16 @@ def _move_bounds(schema: dict[str, Any]) -> None:
         ("exclusiveMinimum", "minimum", _STEP, max),
         ("exclusiveMaximum", "maximum", -_STEP, min),
     ):
-        bound = schema.get(exclusive)
+        bound, other = schema.get(exclusive), schema.get(inclusive)
         if is_number(bound) and bound == int(bound) and abs(bound) <= _MAX_STEPPED:
-            del schema[exclusive]
             moved = float(Decimal(int(bound)) + step)
-            schema[inclusive] = strictest(moved, schema.get(inclusive, moved))
+            if other is None or is_number(other):
+                del schema[exclusive]
+                schema[inclusive] = moved if other is None else strictest(moved, other)
+
+
+def _replace_boolean_bounds(schema: dict[str, Any]) -> None:
+    """As draft 4 has them: `"exclusiveMinimum": true` says that `minimum` is excluded."""
+    for exclusive, inclusive in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if schema.get(exclusive) is True and is_number(schema.get(inclusive)):
+            schema[exclusive] = schema.pop(inclusive)

@@ -7,6 +7,7 @@ not: found by tests that compare it with the `jsonschema` library, and refused h
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
@@ -44,12 +45,18 @@ def not_enforced(root: Mapping[str, Any]) -> tuple[Path, str] | None:
 def _endless(root: Mapping[str, Any]) -> Path | None:
     """The path of a keyword with which a value would have to be one of itself; None: there is none."""
     found = list(reachable(root))
+    users: dict[int, list[dict[str, Any]]] = {}
+    for _, schema in found:
+        for child in _applied(schema, root):
+            users.setdefault(id(child), []).append(schema)
     ending: set[int] = set()
-    has_changed = True
-    while has_changed:
-        new = {id(schema) for _, schema in found if id(schema) not in ending and _needs(schema, root, ending) is None}
-        ending |= new
-        has_changed = bool(new)
+    # First in, first out, and each once: a schema of many others is not looked at for each of them.
+    waiting = OrderedDict((id(schema), schema) for _, schema in reversed(found))
+    while waiting:
+        _, schema = waiting.popitem(last=False)
+        if id(schema) not in ending and _needs(schema, root, ending) is None:
+            ending.add(id(schema))
+            waiting.update((id(user), user) for user in users.get(id(schema), ()))
     for path, schema in found:
         if (keyword := _needs(schema, root, ending)) is not None:
             return (*path, keyword)
@@ -62,15 +69,28 @@ def _needs(schema: Mapping[str, Any], root: Mapping[str, Any], ending: set[int])
     def ends(child: object) -> bool:
         return not isinstance(child, dict) or id(child) in ending
 
-    steps = () if schema.get("$ref") == "#" else reference_steps(schema.get("$ref"))
-    if steps is not None and not ends(target_of(root, steps)):
+    if not ends(_target(schema, root)):
         return "$ref"
-    if isinstance(every := schema.get("allOf"), list) and not all(map(ends, every)):
+    if not all(map(ends, _list(schema, "allOf"))):
         return "allOf"
     for name in ("anyOf", "oneOf"):
-        if isinstance(some := schema.get(name), list) and some and not any(map(ends, some)):
+        if (some := _list(schema, name)) and not any(map(ends, some)):
             return name
     return None
+
+
+def _applied(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[object]:
+    """All that is applied to the same value as the schema."""
+    return [_target(schema, root), *(child for name in ("allOf", "anyOf", "oneOf") for child in _list(schema, name))]
+
+
+def _target(schema: Mapping[str, Any], root: Mapping[str, Any]) -> object:
+    steps = () if schema.get("$ref") == "#" else reference_steps(schema.get("$ref"))
+    return None if steps is None else target_of(root, steps)
+
+
+def _list(schema: Mapping[str, Any], name: str) -> list[object]:
+    return value if isinstance(value := schema.get(name), list) else []
 
 
 def _problems(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -40,7 +40,7 @@ def pattern_problem(pattern: str) -> str:
     return ""
 
 
-def for_library(pattern: str) -> str:
+def pattern_for_library(pattern: str) -> str:
     """The pattern, whose classes have no U+0000, which no text can have.
 
     In a JSON string, llguidance 1.9 takes a class with all control characters for one that has quotes and backslashes.

@@ -157,7 +157,10 @@ def _message(detail: ErrorDetails, cls: type[Body]) -> str:
     if detail["type"] == "missing":
         return f"`{path}` is required"
     text = detail["msg"][0].lower() + detail["msg"][1:]
-    return f"`{path}`: {text}{_echo(detail['input'])}" if path else text
+    wrong = detail["input"]
+    if isinstance(wrong, dict):  # An object of no kind: `by_field` names the field that says the kind.
+        wrong = wrong.get(detail["type"])
+    return f"`{path}`: {text}{_echo(wrong)}" if path else text
 
 
 def _unknown_field(path: str, cls: type[Body]) -> str:
@@ -181,8 +184,8 @@ def _echo(value: object) -> str:
 def _path(location: tuple[int | str, ...]) -> str:
     """`messages[0].content`."""
     path = ""
-    for index, key in enumerate(location):
-        if isinstance(key, str) and (key.startswith(TAG_MARK) or location[index - 1 : index] == ("response_format",)):
-            continue  # It says which kind of a union it is.
+    for key in location:
+        if isinstance(key, str) and key.startswith(TAG_MARK):
+            continue
         path += f"[{key}]" if isinstance(key, int) else f".{key[:MAX_ECHO]}" if path else key[:MAX_ECHO]
     return path

@@ -20,6 +20,7 @@ from router_svc.api.body import Body, StrictModel
 from router_svc.api.body_schema import Schema, one_of, with_conditions
 from router_svc.api.gbnf import is_gbnf, respelled
 from router_svc.api.json_grammars import Whitespace, json_grammar
+from router_svc.api.lenient import by_field, tagged
 from router_svc.api.structural_tags import StructuralTag
 from router_svc.api.tag_grammars import tag_grammar
 from router_svc.api.terminal_size import MAX_TERMINAL, has_large_terminal
@@ -64,7 +65,11 @@ class JsonSchemaFormat(StrictModel):
 
 
 ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTag, Field(discriminator="type")
+    Annotated[TextFormat, tagged("text")]
+    | Annotated[JsonObjectFormat, tagged("json_object")]
+    | Annotated[JsonSchemaFormat, tagged("json_schema")]
+    | Annotated[StructuralTag, tagged("structural_tag")],
+    by_field("type", "must have the type text, json_object, json_schema or structural_tag"),
 ]
 
 

@@ -34,17 +34,8 @@ def shared_fragile(
     tmp_path_factory: pytest.TempPathFactory, prefill_gate: PrefillGate, model: str
 ) -> Iterator[Cluster]:
     """Small chunks, so that faults occur between chunks of a long prompt; a short lease, so that tests end soon."""
-    flags = (
-        "--trust-request-chat-template",
-        "--dtype",
-        EXACT_DTYPE,
-        "--kv-cache-memory",
-        "256MiB",
-        "--prefill",
-        "2",
-        "--max-num-batched-tokens",
-        "64",
-    )
+    flags = ("--dtype", EXACT_DTYPE, "--kv-cache-memory", "256MiB", "--prefill", "2", "--max-num-batched-tokens", "64")
+    flags += ("--trust-request-chat-template",)
     # Streams have ids, which clients that do not resume ignore.
     environment = {"PDSERVE_DECODE__LEASE_S": "5", "PDSERVE_ROUTER__RESUME_TIMEOUT_S": "60"}
     environment |= prefill_gate.environment()

@@ -23,17 +23,8 @@ STREAMS = (*range(len(BODIES)),) if IS_FULL else (0, 1, len(BODIES) - 1)
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
     """Two workers of each tier."""
-    flags = (
-        "--trust-request-chat-template",
-        "--dtype",
-        EXACT_DTYPE,
-        "--kv-cache-memory",
-        "256MiB",
-        "--prefill",
-        "2",
-        "--decode",
-        "2",
-    )
+    flags = ("--dtype", EXACT_DTYPE, "--kv-cache-memory", "256MiB", "--prefill", "2", "--decode", "2")
+    flags += ("--trust-request-chat-template",)
     flags += ("--drain-timeout-s", "1")  # No stream ends in time: all have to move.
     with running_cluster(tmp_path_factory.mktemp("pairs"), *flags, model=model) as cluster:
         yield cluster

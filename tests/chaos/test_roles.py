@@ -29,15 +29,8 @@ STREAMS = range(len(BODIES))
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
     """One worker of each tier."""
-    flags = (
-        "--trust-request-chat-template",
-        "--dtype",
-        "float32",
-        "--kv-cache-memory",
-        "256MiB",
-        "--drain-timeout-s",
-        "1",
-    )
+    flags = ("--dtype", "float32", "--kv-cache-memory", "256MiB", "--drain-timeout-s", "1")
+    flags += ("--trust-request-chat-template",)
     with running_cluster(tmp_path_factory.mktemp("pair"), *flags, model=model, **POLICY) as cluster:
         yield cluster
 

@@ -37,17 +37,8 @@ WORKERS = ("decode-0", "prefill-0", "decode-1", "prefill-1")
 @pytest.fixture(scope="module")
 def resumable(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
     """Two workers of each tier, and routers that keep streams."""
-    flags = (
-        "--trust-request-chat-template",
-        "--dtype",
-        "float32",
-        "--kv-cache-memory",
-        "256MiB",
-        "--prefill",
-        "2",
-        "--decode",
-        "2",
-    )
+    flags = ("--dtype", "float32", "--kv-cache-memory", "256MiB", "--prefill", "2", "--decode", "2")
+    flags += ("--trust-request-chat-template",)
     flags += ("--drain-timeout-s", f"{DRAIN_TIMEOUT_S:g}")
     environment = {"PDSERVE_ROUTER__RESUME_TIMEOUT_S": "60"}
     with running_cluster(tmp_path_factory.mktemp("resumable"), *flags, model=model, **environment) as cluster:

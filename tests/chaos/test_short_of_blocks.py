@@ -24,17 +24,8 @@ STREAMS = (0, 1, 4, 6, 7)
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
     """Two decode workers with few blocks."""
-    flags = (
-        "--trust-request-chat-template",
-        "--dtype",
-        "float32",
-        "--kv-cache-memory",
-        KV_CACHE_MEMORY,
-        "--prefill",
-        "1",
-        "--decode",
-        "2",
-    )
+    flags = ("--dtype", "float32", "--kv-cache-memory", KV_CACHE_MEMORY, "--prefill", "1", "--decode", "2")
+    flags += ("--trust-request-chat-template",)
     with running_cluster(tmp_path_factory.mktemp("small"), *flags, model=model) as cluster:
         yield cluster
 

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
@@ -29,20 +30,20 @@ class _NoInstance(Exception):
     """What has been chosen so far has none."""
 
 
-def instance(root: Mapping[str, Any], rng: random.Random) -> Any:
-    """A value that the schema accepts, its properties in the order of the schema; `NotImplemented`: none was found.
+def instances(root: Mapping[str, Any], rng: random.Random, count: int) -> list[Any]:
+    """Up to `count` values that the schema accepts, their properties in the order of the schema.
 
-    `as_text` writes it as a grammar allows it.
+    `as_text` writes one as a grammar allows it. There are fewer where too few of the tries fit together.
     """
-    oracle = Oracle(root)
-    for _ in range(_TRIES):
-        try:
+    oracle, found = Oracle(root), list[Any]()
+    for _ in range(count * _TRIES):
+        with suppress(_NoInstance):
             value = _value([root], root, rng, 0)
-        except _NoInstance:
-            continue
-        if oracle.accepts(as_text(value)):
-            return value
-    return NotImplemented
+            if oracle.accepts(as_text(value)):
+                found.append(value)
+        if len(found) == count:
+            break
+    return found
 
 
 def as_text(value: Any, **options: Any) -> str:
@@ -124,8 +125,9 @@ def _object(flat: Sequence[Mapping[str, Any]], root: Any, rng: random.Random, de
             names.append(name)
     made = {}
     for name in names:
-        applying = [schema for one in flat for schema in _of_property(one, name)]
-        made[name] = _value(applying, root, rng, depth + 1)
+        # Each once: a schema that is named twice would take two branches of its `anyOf`.
+        applying = {id(schema): schema for one in flat for schema in _of_property(one, name)}
+        made[name] = _value([*applying.values()], root, rng, depth + 1)
     return made
 
 

@@ -12,6 +12,7 @@ import pytest
 from pdserve.base.errors import RequestError
 from pdserve.model.grammar import GrammarFailed, GrammarVocabulary
 from pdserve.model.tokenizer import Tokenizer
+from router_svc.api.json_limits import not_enforced
 from router_svc.api.openai.schema import ChatBody, CompletionBody
 from router_svc.api.parse import parse_body
 from router_svc.api.structured import StructuredFields, grammar_of, has_structure
@@ -342,6 +343,8 @@ def test_a_property_without_a_value_is_found_behind_those_that_need_it() -> None
         ({"allOf": [{"$ref": "#"}]}, ".allOf", "refers to itself"),
         ({"enum": ["x", ["y" * 20_001]]}, ".enum", "20001 characters"),
         ({"type": "string", "format": "date", "pattern": "^2023-02-29$"}, "", "no value matches it"),
+        ({"format": "date", "pattern": "^2", "allOf": 5}, ".allOf", "must be an array"),
+        ({"exclusiveMinimum": 0, "minimum": "a", "maximum": 0.5}, ".minimum", "Expected"),
         ({"items": {"multipleOf": 0.25, "minimum": 0.5, "maximum": 0.5}}, ".items.multipleOf", "can be written"),
     ],
 )
@@ -350,6 +353,41 @@ def test_what_could_not_be_followed_to_an_end_is_refused_at_once(schema: Any, pa
     with pytest.raises(RequestError, match=problem) as refused:
         grammar_of(of_schema(schema))
     assert refused.value.param == f"response_format.json_schema.schema{path}"
+
+
+def test_chains_of_references_are_followed_within_a_second() -> None:
+    """Fails by the test's timeout where each chain is followed again from each of its ends."""
+    chains = {f"{chain}_{step}": {"$ref": f"#/$defs/{chain}_{step + 1}"} for chain in range(50) for step in range(190)}
+    ends: dict[str, Any] = {f"{chain}_190": {"type": "null"} for chain in range(50)}
+    schema = {"$defs": chains | ends, "anyOf": [{"$ref": f"#/$defs/{chain}_0"} for chain in range(50)]}
+    assert not_enforced(schema) is None
+    schema["$defs"]["7_190"] = {"$ref": "#/$defs/7_0"}
+    assert not_enforced({"$ref": "#/$defs/7_3", **schema}) == (("$ref",), "it refers to itself without end")
+
+
+def test_bounds_and_lists_of_items_may_be_those_of_earlier_drafts(vocabulary: GrammarVocabulary) -> None:
+    excluded = grammar_of(of_schema({"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}))
+    assert accepts(vocabulary, excluded, "0.25")
+    assert not accepts(vocabulary, excluded, "0")
+    pair = grammar_of(of_schema({"type": "array", "items": [{"type": "integer"}, {"type": "null"}]}))
+    assert accepts(vocabulary, pair, "[1, null]")
+    assert not accepts(vocabulary, pair, "[null, 1]")
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"type": "json_schema", "json_schema": {"schema": {}}}, "response_format.json_schema.name"),
+        ({"type": "json_schema"}, "response_format.json_schema"),
+        ({"type": "json_object", "strict": True}, "response_format.strict"),
+        ({"type": "yaml"}, "response_format"),
+    ],
+)
+def test_an_error_names_the_path_in_the_request(given: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        fields(response_format=given)
+    assert refused.value.param == param
+    assert f"`{param}`" in str(refused.value)
 
 
 def test_definitions_may_refer_to_each_other_and_to_themselves(vocabulary: GrammarVocabulary) -> None:
