@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.base.errors import PdserveError
+from pdserve.base.errors import PdserveError, RequestError
 from pdserve.base.ids import AttemptId, RequestId
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.engine.block_pool import CacheEvents
-from pdserve.engine.sequence import SampleFailure
+from pdserve.engine.sequence import Fault, SampleFailure
 from pdserve.engine.step import (
     Grant,
     PrefillProgress,
@@ -43,8 +43,9 @@ class StepEventLog:
 
     def fail(self, attempt_id: AttemptId, failure: SampleFailure) -> None:
         """Report a request that ends because of a failure."""
-        error = PdserveError(f"Request {attempt_id.request_id} cannot go on: {failure.reason}.")
-        self.failures.append(RequestFailure(**attempt_id._asdict(), error=error, is_unprepared=failure.is_unprepared))
+        kind = RequestError if failure.fault is Fault.REQUEST else PdserveError
+        error = kind(f"Request {attempt_id.request_id} cannot go on: {failure.reason}.")
+        self.failures.append(RequestFailure(**attempt_id._asdict(), error=error, fault=failure.fault))
 
     def forget_finished(self, request_id: RequestId) -> None:
         """Do not report that a request has finished, if that is still to be reported."""

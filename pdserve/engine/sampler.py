@@ -27,7 +27,7 @@ from pdserve.base.sampling import SamplingParams, TokenLogprobs
 from pdserve.engine import elementary
 from pdserve.engine.logits import Ids, Logits, descending, edited_logits, head
 from pdserve.engine.philox import MAX_GUMBEL, MIN_GUMBEL, GumbelNoise, exact_gumbel, gumbel, min_word
-from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow, unprepared
+from pdserve.engine.sequence import Fault, Sampled, SampleFailure, SampleResult, SampleRow, unprepared
 
 log = get_logger(__name__)
 
@@ -97,10 +97,17 @@ def _sample_row(raw: Logits, row: SampleRow) -> SampleResult:
 
 def failure(row: SampleRow) -> SampleFailure:
     """The result of a row from which no token can be sampled."""
-    if row.rules is not None:
-        reason = f"its allowed_token_ids, bad_words and logits leave no token at position {row.position}"
-        return SampleFailure(reason=reason)
+    if _allows_nothing(row):
+        reason = f"its grammar, allowed_token_ids and bad_words together allow no token at position {row.position}"
+        return SampleFailure(reason=reason, fault=Fault.REQUEST)
     return SampleFailure(reason=f"the logits of token {row.position} have no finite maximum")
+
+
+def _allows_nothing(row: SampleRow) -> bool:
+    if (allowed := row.allowed()) is None:
+        return False
+    ids = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))
+    return {*ids.tolist()} <= {*row.banned}
 
 
 def _sample_token(logits: Logits, best: float, row: SampleRow) -> int:

@@ -6,12 +6,13 @@ from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.ids import BlockHash, BlockId, RequestId, SequenceId, sequence_id
 from pdserve.base.sampling import SamplingParams, TokenLogprobs
 from pdserve.engine.token_rules import TokenRules
-from pdserve.model.grammar import GrammarFailed, TokenBits
+from pdserve.model.grammar import GrammarFailed, GrammarMismatch, TokenBits
 from pdserve.model.thinking import OutputGrammar, OutputState, ThinkingState
 
 
@@ -119,13 +120,23 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
 
 
+class Fault(Enum):
+    """What is to blame for a row without a token."""
+
+    #: The model, its weights or the hardware: the logits have no finite maximum.
+    LOGITS = auto()
+    #: This server: the row could not be prepared.
+    PREPARATION = auto()
+    #: The request: what it allows leaves no token, or takes too long to find.
+    REQUEST = auto()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFailure:
     """The reason why no token could be sampled; other rows are not affected."""
 
     reason: str
-    #: The row's inputs are at fault, not its logits.
-    is_unprepared: bool = False
+    fault: Fault = Fault.LOGITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +151,10 @@ SampleResult = Sampled | SampleFailure | SampleDelayed
 def unprepared(error: Exception) -> SampleFailure:
     """The result of a row whose preparation has raised `error`, which the caller logs."""
     if isinstance(error, GrammarFailed):
-        return SampleFailure(reason=f"its grammar cannot be followed: {error}", is_unprepared=True)
+        fault = Fault.PREPARATION if isinstance(error, GrammarMismatch) else Fault.REQUEST
+        return SampleFailure(reason=f"its grammar cannot be followed: {error}", fault=fault)
     name = type(error).__name__
-    return SampleFailure(reason=f"its part of a step could not be prepared ({name})", is_unprepared=True)
+    return SampleFailure(reason=f"its part of a step could not be prepared ({name})", fault=Fault.PREPARATION)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -12,7 +12,7 @@ from pdserve.base.sampling import ChoiceTokens, TokenLogprobs
 from pdserve.engine.block_pool import CacheEvents
 from pdserve.engine.hidden_sum import HiddenSum
 from pdserve.engine.pace import Pace
-from pdserve.engine.sequence import SampleRow, Sequence
+from pdserve.engine.sequence import Fault, SampleRow, Sequence
 from pdserve.peers.workers import Tier
 
 
@@ -193,8 +193,7 @@ class RequestFailure:
     request_id: RequestId
     attempt: int
     error: PdserveError
-    #: No row could be prepared for it; otherwise its logits were at fault.
-    is_unprepared: bool = False
+    fault: Fault = Fault.LOGITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

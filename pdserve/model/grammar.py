@@ -29,7 +29,11 @@ _MAX_FIND_S = 0.25
 
 
 class GrammarFailed(Exception):
-    """An output cannot go on: its tokens do not match its grammar, or what may follow takes too long to find."""
+    """An output cannot go on: no token may follow, or what may takes too long to find. Its request is at fault."""
+
+
+class GrammarMismatch(GrammarFailed):
+    """The tokens of an output do not match its grammar: whoever has generated them is at fault."""
 
 
 class GrammarVocabulary:
@@ -105,12 +109,14 @@ class GrammarState:
         self._has_bits = False
         #: Why nothing is known to follow the tokens ahead.
         self.failure = ""
+        self._is_mismatch = False
 
     def copy(self) -> GrammarState:
         """A state of the same output that goes on by itself."""
         state = GrammarState(self._matcher.deep_copy(), len(self._bits), self._end_ids, self._clock)
         state._num_tokens, state._ahead = self._num_tokens, self._ahead.copy()
-        state._bits[:], state._has_bits, state.failure = self._bits, self._has_bits, self.failure
+        state._bits[:], state._has_bits = self._bits, self._has_bits
+        state.failure, state._is_mismatch = self.failure, self._is_mismatch
         return state
 
     @property
@@ -163,12 +169,12 @@ class GrammarState:
         with self._lock:
             self._find(tokens, num_prompt)
             if not self._ahead and self.failure:
-                raise GrammarFailed(self.failure)
+                raise (GrammarMismatch if self._is_mismatch else GrammarFailed)(self.failure)
             bits = self._only(self._ahead[0]) if self._ahead else self._bits
         if listed is not None:
             bits = bits & listed
             if not bits.any():
-                raise GrammarFailed(f"no token of the vocabulary may follow token {len(tokens) - num_prompt - 1}")
+                raise GrammarFailed(f"allowed_token_ids has none of those that may be token {len(tokens) - num_prompt}")
         if banned:
             without = bits.copy()
             for token in banned:
@@ -200,6 +206,7 @@ class GrammarState:
         if not is_back or not self._matcher.consume_tokens(new.tolist()):
             error = shortened(self._matcher.get_error()) or "they do not match"
             self.failure = f"tokens {first} to {first + len(new) - 1} cannot follow: {error}"
+            self._is_mismatch = True
         self._num_tokens += len(new)
 
     def _find_bits(self) -> bool:
@@ -212,7 +219,7 @@ class GrammarState:
         elif (found_s := self._clock() - started) > _MAX_FIND_S:
             self.failure = f"it takes {found_s * 1000:.0f} ms to find what may follow token {last}"
         elif not (num_words := np.count_nonzero(self._bits)):
-            self.failure = f"no token of the vocabulary may follow token {last}"
+            self.failure = f"no token of the vocabulary may be token {last + 1}"
         elif num_words == 1 and (token := _single(self._bits)) not in self._end_ids:
             return token is not None and self._go_ahead(token)
         return False

@@ -10,6 +10,8 @@ _ESCAPE = re.compile(
 )
 #: Groups without those that look around, which are refused by the grammar. Flags: `i` and `s`.
 _GROUP = re.compile(r"\(\?(?::|P?<|=|!|[is]+[:)])")
+#: What stands for U+0000 without brackets, alone or among others.
+_MAY_BE_NUL = re.compile(r"\x00|\\x00|\\u0000|\\u\{0+\}|\\[pP]\{[^}]*\}")
 _SET_OPERATORS = ("&&", "--", "~~")
 
 
@@ -41,12 +43,15 @@ def pattern_problem(pattern: str) -> str:
 
 
 def pattern_for_library(pattern: str) -> str:
-    """The pattern, whose classes have no U+0000, which no text can have.
+    """The pattern without U+0000, which no text can have.
 
     In a JSON string, llguidance 1.9 takes a class with all control characters for one that has quotes and backslashes.
     """
     made, index, is_in_class = "", 0, False
     while index < len(pattern):
+        if not is_in_class and (found := _MAY_BE_NUL.match(pattern, index)):
+            made, index = f"{made}[[{found[0]}]--\\x00]", found.end()
+            continue
         sign = pattern[index : index + 2] if pattern[index] == "\\" else pattern[index]
         index += len(sign)
         if sign == "[" and not is_in_class:

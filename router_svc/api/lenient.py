@@ -24,10 +24,19 @@ def tagged(kind: str) -> Tag:
     return Tag(TAG_MARK + kind)
 
 
+#: The kind of a value that is a text instead of an object.
+TEXT = "text value"
+
+
 def by_field(name: str, problem: str) -> Discriminator:
-    """Finds the kind of an object by a field of it. `problem`: what is said of an object of no kind."""
+    """Finds the kind of an object by a field of it. A text is of the kind `TEXT`.
+
+    `problem`: what is said of an object of no kind.
+    """
 
     def kind_of(value: object) -> str | None:
+        if isinstance(value, str):
+            return TAG_MARK + TEXT
         found = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
         return TAG_MARK + found if isinstance(found, str) else None
 

@@ -27,6 +27,9 @@ MAX_KEYS = max(MAX_FIELDS, MAX_LOGIT_BIAS)
 #: What the names of kinds start with. Pydantic adds these names to the path of an error, and they are left out of it.
 TAG_MARK = "<kind>"
 
+#: The type of errors within an entry of a list that is read by hand. Their context has where they are in the list.
+LIST_ENTRY = "list_entry"
+
 _TEMPLATE = "chat_template"
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -147,11 +150,16 @@ def _as_request_error(error: ValidationError, cls: type[Body]) -> RequestError:
 
 def _param(detail: ErrorDetails) -> str | None:
     # A validator of several fields has no location of its own. Its type names the field to change.
-    return _path(detail["loc"]) or detail["type"]
+    return _path(location(detail)) or detail["type"]
+
+
+def location(detail: ErrorDetails) -> tuple[int | str, ...]:
+    """Keys and indices that lead to what is wrong."""
+    return (*detail["loc"], *detail["ctx"]["at"]) if detail["type"] == LIST_ENTRY else detail["loc"]
 
 
 def _message(detail: ErrorDetails, cls: type[Body]) -> str:
-    path = _path(detail["loc"])
+    path = _path(location(detail))
     if detail["type"] == "extra_forbidden":
         return _unknown_field(path, cls)
     if detail["type"] == "missing":

@@ -148,6 +148,14 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_its_path(cluster: Clus
     assert "uniqueItems" in str(refused.value)
 
 
+@pytest.mark.parametrize("given", [{"allowed_token_ids": [28]}, {"bad_words": ["y", "yes"]}])
+def test_a_grammar_of_which_the_other_fields_leave_nothing_is_the_clients_mistake(
+    cluster: Cluster, given: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="at position 0|be token 0"):
+        _ask(cluster, guided_regex="yes", **given)
+
+
 def test_the_record_says_which_grammar_it_was_and_no_log_has_the_schema(cluster: Cluster) -> None:
     schema = {"type": "object", "properties": {"zq_private": {"type": "integer"}}, "required": ["zq_private"]}
     answers = [

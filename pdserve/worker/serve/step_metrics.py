@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from pdserve.base.ids import BlockHash
 from pdserve.engine.pace import Pace
+from pdserve.engine.sequence import Fault
 from pdserve.engine.step import Load, StepOutput
 from pdserve.observe.metrics import CounterSource, GaugeSource
 from pdserve.worker.serve.metrics import WorkerMetrics
@@ -129,9 +130,9 @@ class StepMetrics:
             num_tokens = sum(len(choice.token_ids) for new in events.tokens for choice in new.choices)
             metrics.generation_tokens.inc(num_tokens)
         if events.failures:
-            num_unprepared = sum(each.is_unprepared for each in events.failures)
-            metrics.unprepared_requests.inc(num_unprepared)
-            metrics.sampling_failures.inc(len(events.failures) - num_unprepared)
+            faults = [each.fault for each in events.failures]
+            metrics.unprepared_requests.inc(faults.count(Fault.PREPARATION))
+            metrics.sampling_failures.inc(faults.count(Fault.LOGITS))
         if events.cache.added or events.cache.removed:
             self.on_cache_events(events.cache.added, events.cache.removed)
 

@@ -29,7 +29,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: NotRequired[CompletionTokensDetails]
+    completion_tokens_details: CompletionTokensDetails
 
 
 class CompletionLogprobs(TypedDict):

@@ -207,12 +207,10 @@ class ResponseFormatter:
         }
 
     def _usage(self, usage: TokenUsage) -> Usage:
-        shown: Usage = {
+        return {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self._format.reasoning_tokens},
         }
-        if self._format.counts_reasoning:
-            shown["completion_tokens_details"] = {"reasoning_tokens": self._format.reasoning_tokens}
-        return shown

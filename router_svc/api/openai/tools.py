@@ -12,6 +12,7 @@ from pydantic import StringConstraints
 from pdserve.base.errors import RequestError
 from router_svc.api.body import StrictModel
 from router_svc.api.json_keywords import reference_steps, target_of
+from router_svc.api.lenient import TEXT, by_field, tagged
 from router_svc.api.parse import read_object
 from router_svc.messages.calls import ToolTypes
 from router_svc.messages.grammar import Calls
@@ -70,7 +71,12 @@ class AllowedToolsChoice(StrictModel):
 
 
 #: "any" is LangChain's name of "required".
-ToolChoice = Literal["none", "auto", "required", "any"] | NamedTool | AllowedToolsChoice
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required", "any"], tagged(TEXT)]
+    | Annotated[NamedTool, tagged("function")]
+    | Annotated[AllowedToolsChoice, tagged("allowed_tools")],
+    by_field("type", "must be none, auto or required, or have the type function or allowed_tools"),
+]
 Tools = Annotated[list[Tool], MaxLen(MAX_TOOLS)]
 
 

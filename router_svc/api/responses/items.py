@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from router_svc.api.openai.messages import MAX_MESSAGES
 from router_svc.api.openai.tools import ToolName
+from router_svc.api.parse import LIST_ENTRY, location
 
 Id = Annotated[str, MaxLen(256)]
 
@@ -149,10 +150,8 @@ def read_one(cls: type[AnyModel], value: object, index: int) -> AnyModel:
         return cls.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        path = "".join(f".{key}" if isinstance(key, str) else f"[{key}]" for key in first["loc"])
-        raise PydanticCustomError(
-            "list_entry", "[{index}]{path}: {text}", {"index": index, "path": path[:100], "text": first["msg"]}
-        ) from None
+        text = "is required" if first["type"] == "missing" else first["msg"]
+        raise PydanticCustomError(LIST_ENTRY, "{text}", {"at": (index, *location(first)), "text": text}) from None
 
 
 def read_items(value: object) -> list[Item]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,14 +26,16 @@ _SAME = (
     *("repetition_penalty", "seed", "chat_template_kwargs", "cache_salt", "priority", "timeout", "stream"),
     *("parallel_tool_calls", "thinking_token_budget"),
 )
-#: What a field of the chat is called here, for errors.
+#: What a field of the chat is called here, for errors. The first that fits counts.
 _OWN_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
-    "response_format": "text",
-    "reasoning_effort": "reasoning",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
+_TOOL = re.compile(r"\btools\[([0-9]+)\]\.function\b")
 #: Fields that the response repeats as they were sent.
 _REPEATED = ("instructions", "metadata", "user", "safety_identifier", "prompt_cache_key", "max_output_tokens")
 
@@ -68,7 +71,7 @@ async def responses_request(
     try:
         generation = await (fitted(body.input, of_items) if body.truncation == "auto" else of_items(body.input))
     except RequestError as error:
-        raise _with_own_names(error) from error
+        raise _with_own_names(error, names) from error
     fields = await threads.run(
         INLINE_CHARACTERS + 1, lambda: json.dumps(_request_fields(body, names, generation, kept), ensure_ascii=False)
     )
@@ -166,11 +169,16 @@ def _shown(given: Any) -> dict[str, Any]:
     return {"type": given.type}
 
 
-def _with_own_names(error: RequestError) -> RequestError:
+def _with_own_names(error: RequestError, names: Names) -> RequestError:
     """The same error, by the names that the client knows."""
-    param, text = error.param, str(error)
+
+    def own(text: str) -> str:
+        return _TOOL.sub(lambda match: names.paths[int(match[1])], text)
+
+    param, text = error.param and own(error.param), own(str(error))
     for chat_name, name in _OWN_NAMES.items():
         text = text.replace(f"`{chat_name}", f"`{name}")
         if param is not None and (param == chat_name or param.startswith((f"{chat_name}.", f"{chat_name}["))):
-            param = name
+            # Messages are those of several items, and have their own numbers.
+            param = name if name == "input" else name + param.removeprefix(chat_name)
     return type(error)(text, param=param)

@@ -16,6 +16,7 @@ from pydantic import PlainValidator
 from pydantic_core import PydanticCustomError
 
 from pdserve.base.errors import RequestError
+from router_svc.api.lenient import TEXT, by_field, tagged
 from router_svc.api.openai.tools import MAX_TOOL_NAME, MAX_TOOLS, ToolName
 from router_svc.api.responses.items import LenientModel, other_than, read_one
 
@@ -101,7 +102,13 @@ class AllowedChoice(LenientModel):
     tools: Annotated[list[NamedChoice], MinLen(1), MaxLen(MAX_TOOLS)]
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], tagged(TEXT)]
+    | Annotated[NamedChoice, tagged("function")]
+    | Annotated[NamedChoice, tagged("custom")]
+    | Annotated[AllowedChoice, tagged("allowed_tools")],
+    by_field("type", "must be none, auto or required, or have the type function, custom or allowed_tools"),
+]
 Tool = FunctionTool | CustomTool | Namespace | HostedTool
 _KINDS: Mapping[str | None, type[Tool]] = {"function": FunctionTool, "custom": CustomTool, "namespace": Namespace}
 
@@ -129,6 +136,8 @@ class Names:
     """The tools of a request by the names that the model knows."""
 
     tools: Mapping[str, CalledTool]
+    #: Where each tool of the chat is in the request, as `tools[1].tools[0]`, for errors.
+    paths: Sequence[str] = ()
 
     def of(self, name: str) -> CalledTool:
         """The tool of this name."""
@@ -168,8 +177,9 @@ def name_for_model(name: str, namespace: str | None, *, param: str) -> str:
 
 def chat_tools(tools: Sequence[Tool]) -> tuple[list[dict[str, Any]], Names]:
     """The tools as those of a chat, and what their names stand for. What is not known is left out."""
-    shown, names = list[dict[str, Any]](), dict[str, CalledTool]()
-    for tool, namespace in _flat(tools):
+    shown, names, paths = list[dict[str, Any]](), dict[str, CalledTool](), list[str]()
+    for path, tool, namespace in _flat(tools):
+        paths.append(path)
         name = name_for_model(tool.name, namespace, param="tools")
         function: dict[str, Any] = {"name": name, "description": _description(tool)}
         if isinstance(tool, CustomTool):
@@ -179,7 +189,7 @@ def chat_tools(tools: Sequence[Tool]) -> tuple[list[dict[str, Any]], Names]:
         given = {key: value for key, value in function.items() if value is not None}
         shown.append({"type": "function", "function": given})
         names[name] = CalledTool(name=tool.name, namespace=namespace, is_custom=isinstance(tool, CustomTool))
-    return shown, Names(names)
+    return shown, Names(names, paths)
 
 
 def left_out(tools: Sequence[Tool]) -> list[str]:
@@ -187,13 +197,15 @@ def left_out(tools: Sequence[Tool]) -> list[str]:
     return [tool.type for tool in tools if isinstance(tool, HostedTool)]
 
 
-def _flat(tools: Sequence[Tool]) -> Iterator[tuple[FunctionTool | CustomTool, str | None]]:
-    for tool in tools:
+def _flat(tools: Sequence[Tool]) -> Iterator[tuple[str, FunctionTool | CustomTool, str | None]]:
+    """Path in the request, tool and namespace."""
+    for index, tool in enumerate(tools):
+        path = f"tools[{index}]"
         match tool:
             case FunctionTool() | CustomTool():
-                yield tool, None
+                yield path, tool, None
             case Namespace():
-                yield from ((each, tool.name) for each in tool.tools)
+                yield from ((f"{path}.tools[{member}]", each, tool.name) for member, each in enumerate(tool.tools))
 
 
 def _description(tool: FunctionTool | CustomTool) -> str | None:

@@ -11,6 +11,7 @@ import pytest
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine import mask_threads
+from pdserve.engine.sequence import Fault
 from pdserve.model.grammar import TokenBits
 from tests.unit.decode_svc.decode_worker import ALWAYS, GREEDY, PROMPT, A, B, DecodeWorker, decode, job
 from tests.unit.engine.fakes import expected, limits
@@ -108,7 +109,7 @@ def test_a_failure_on_another_thread_ends_its_request_alone() -> None:
     start(worker, B, None, LONG)
     worker.run()
     failures = [failure for events in worker.seen for failure in events.failures]
-    assert [(each.request_id, each.is_unprepared) for each in failures] == [(A, True)]
+    assert [(each.request_id, each.fault) for each in failures] == [(A, Fault.PREPARATION)]
     assert "ValueError" in str(failures[0].error)
     assert worker.tokens(B) == expected(PROMPT, LONG, 0, limits())
     assert worker.all_free

@@ -10,7 +10,7 @@ import torch
 
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.sampler import Sampler
-from pdserve.engine.sequence import Sampled, SampleFailure
+from pdserve.engine.sequence import Fault, Sampled, SampleFailure
 from tests.unit.engine.cpu_sampling import cpu_sampler
 from tests.unit.engine.fakes import row
 from tests.unit.engine.random_grammar import RandomGrammar, with_grammar
@@ -28,7 +28,7 @@ def test_a_row_that_cannot_be_packed_fails_alone() -> None:
     first, failed, other, last = sampler.sample(logits, [row(SOUND), broken, broken, row(SOUND)], range(4))
     assert [first, last] == [Sampled(token_id=2), Sampled(token_id=2)]
     assert isinstance(failed, SampleFailure)
-    assert failed.is_unprepared
+    assert failed.fault is Fault.PREPARATION
     assert failed == other
 
 

@@ -22,7 +22,7 @@ from pdserve.base.sampling import MAX_LOGPROBS, MAX_TOP_K, SamplingParams  # noq
 from pdserve.engine import device_rows  # noqa: E402
 from pdserve.engine.device_sampler import DeviceSampler, DeviceSamples  # noqa: E402
 from pdserve.engine.sampler import Sampler  # noqa: E402
-from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow, Sequence  # noqa: E402
+from pdserve.engine.sequence import Fault, Sampled, SampleFailure, SampleResult, SampleRow, Sequence  # noqa: E402
 from pdserve.engine.sequence_limits import SequenceLimits  # noqa: E402
 from pdserve.engine.token_rules import TokenRules  # noqa: E402
 from tests.unit.engine.fakes import row  # noqa: E402
@@ -143,7 +143,7 @@ def test_a_row_that_cannot_be_prepared_fails_alone_also_in_steps_ahead(penalty: 
     for samples, table in ((first, logits[0]), (second, logits[1])):
         results = samples.results()
         assert isinstance(results[1], SampleFailure)
-        assert results[1].is_unprepared
+        assert results[1].fault is Fault.PREPARATION
         assert results[::2] == plain.sample(table, rows[::2], [0, 2])
         for each, result in zip(rows, results, strict=True):
             each.tokens.append(result.token_id if isinstance(result, Sampled) else 0)
@@ -252,7 +252,7 @@ def test_rows_with_grammars_get_the_tokens_of_the_host() -> None:
         assert_same(expected, sampler.sample(logits.to(DEVICE), rows, range(len(rows))))
         failed = expected[9]
         assert isinstance(failed, SampleFailure)
-        assert failed.is_unprepared
+        assert failed.fault is Fault.REQUEST
         for each in rows:
             each.tokens.append(draw.randrange(VOCAB))
 

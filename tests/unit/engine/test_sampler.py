@@ -15,7 +15,7 @@ from pdserve.base.sampling import SamplingParams
 from pdserve.engine import sampler as sampler_module
 from pdserve.engine.philox import GumbelNoise, gumbel
 from pdserve.engine.sampler import Sampler
-from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow
+from pdserve.engine.sequence import Fault, Sampled, SampleFailure, SampleResult, SampleRow
 from tests.unit.engine.fakes import row
 from tests.unit.engine.random_grammar import RandomGrammar, with_grammar
 
@@ -204,6 +204,7 @@ def test_logits_without_a_finite_maximum_fail_only_their_row(params: SamplingPar
     first, failed, last = sample([[0.0, 0.0, 9.0], bad, [9.0, 0.0, 0.0]], [row(GREEDY), row(params), row(GREEDY)])
     assert isinstance(failed, SampleFailure)
     assert "no finite maximum" in failed.reason
+    assert failed.fault is Fault.LOGITS
     assert [first, last] == [Sampled(token_id=2), Sampled(token_id=0)]
 
 
@@ -213,7 +214,7 @@ def test_a_row_that_raises_an_error_fails_alone() -> None:
     first, failed, last = sample([[0.0, 0.0, 9.0]] * 3, [row(GREEDY), row(broken), row(GREEDY)])
     assert [first, last] == [Sampled(token_id=2), Sampled(token_id=2)]
     assert isinstance(failed, SampleFailure)
-    assert failed.is_unprepared
+    assert failed.fault is Fault.PREPARATION
     assert "could not be prepared" in failed.reason
 
 

@@ -19,7 +19,7 @@ from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import ReportLayers, Results, Runner
 from pdserve.engine.sampler import Sampler
-from pdserve.engine.sequence import SampleResult
+from pdserve.engine.sequence import Fault, SampleResult
 from pdserve.engine.step import StepOutput, StepPlan
 from pdserve.engine.stepper import Stepper
 from pdserve.model.batch import Batch
@@ -283,7 +283,7 @@ def test_a_request_for_which_no_batch_can_be_built_fails_alone(max_tokens: int, 
         scheduler.check_integrity()
     steps.publish()
     [failure] = [each for output in outputs for each in output.events.failures]
-    assert (failure.request_id, failure.is_unprepared) == (B, True)
+    assert (failure.request_id, failure.fault) == (B, Fault.PREPARATION)
     tokens: dict[RequestId, list[int]] = {A: [], B: []}
     for new in (each for output in outputs for each in output.events.tokens):
         tokens[new.request_id] += (token for choice in new.choices for token in choice.token_ids)

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.sampler import Sampler
-from pdserve.engine.sequence import Sampled, SampleFailure, SampleRow, Sequence
+from pdserve.engine.sequence import Fault, Sampled, SampleFailure, SampleRow, Sequence
 from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.engine.token_rules import TokenRules
 from pdserve.model.grammar import Grammar, GrammarVocabulary, TokenBits
@@ -88,6 +88,14 @@ def test_a_row_without_any_token_fails_with_its_reason() -> None:
     [failed] = Sampler().sample(torch.zeros(1, VOCAB), [row(params, [4])], [0])
     assert isinstance(failed, SampleFailure)
     assert "allowed_token_ids" in failed.reason
+    assert failed.fault is Fault.REQUEST
+
+
+def test_a_row_with_rules_fails_because_of_its_logits_where_the_rules_allow_a_token() -> None:
+    params = SamplingParams(allowed_token_ids=(3, 5), bad_words=((4, 3),))
+    [failed] = Sampler().sample(torch.full((1, VOCAB), float("nan")), [row(params, [4])], [0])
+    assert isinstance(failed, SampleFailure)
+    assert failed.fault is Fault.LOGITS
 
 
 def test_choices_share_the_bits_of_a_request() -> None:
@@ -121,4 +129,4 @@ def test_a_grammar_and_a_list_hold_together_and_a_complete_output_may_end() -> N
     impossible = row(SamplingParams(allowed_token_ids=(9,), grammar=text), [], grammar)
     [failed] = Sampler().sample(torch.zeros(1, VOCAB), [impossible], [0])
     assert isinstance(failed, SampleFailure)
-    assert failed.is_unprepared
+    assert failed.fault is Fault.REQUEST

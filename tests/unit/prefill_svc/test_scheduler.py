@@ -12,7 +12,7 @@ from kernels.decoder import LayerListener
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import InvalidTransition, NoFreeBlocks, RequestError
 from pdserve.base.sampling import FinishReason, SamplingParams
-from pdserve.engine.sequence import SampleFailure
+from pdserve.engine.sequence import Fault, SampleFailure
 from pdserve.engine.step import LayersWritten
 from pdserve.model.batch import Batch
 from prefill_svc.request import PrefillJob
@@ -163,12 +163,12 @@ def test_a_prompt_that_fails_before_its_step_leaves_the_others() -> None:
     worker.scheduler.add(job(A, PROMPT))
     worker.scheduler.add(job(B, PROMPT))
     plan = worker.scheduler.schedule(worker.pace)
-    worker.scheduler.fail(A, SampleFailure(reason="it is broken", is_unprepared=True))
+    worker.scheduler.fail(A, SampleFailure(reason="it is broken", fault=Fault.PREPARATION))
     rest = plan.without({A})
     logits = worker.runner.forward(rest, worker.runner.build(rest))
     events = worker.scheduler.update(rest, worker.runner.sample(rest, logits))
     worker.note(events)
-    assert [(each.request_id, each.is_unprepared) for each in events.failures] == [(A, True)]
+    assert [(each.request_id, each.fault) for each in events.failures] == [(A, Fault.PREPARATION)]
     assert worker.tokens(B) == [first_token(PROMPT)]
     worker.scheduler.release(B)
     worker.scheduler.check_integrity()

@@ -142,6 +142,10 @@ WRONG_CHATS: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"tools": [{"type": "function"}]}, 400, "tools[0].function", "required"),
     ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, 400, "tools[0].type", "function"),
     ({"tool_choice": "required"}, 400, "tool_choice", "needs `tools`"),
+    ({"tool_choice": "some"}, 400, "tool_choice", "got 'some'"),
+    ({"tool_choice": {"type": "custom"}}, 400, "tool_choice", "got 'custom'"),
+    ({"tool_choice": {"type": "function"}}, 400, "tool_choice.function", "required"),
+    ({"tool_choice": 5}, 400, "tool_choice", "must be none, auto or required"),
     ({"continue_final_message": True}, 400, "continue_final_message", "requires add_generation_prompt"),
     (
         {"continue_final_message": True, "add_generation_prompt": False},

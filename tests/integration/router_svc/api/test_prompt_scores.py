@@ -45,6 +45,7 @@ async def test_the_lists_have_an_entry_for_each_token_of_the_prompt(cluster: Scr
         "completion_tokens": 0,
         "total_tokens": 10,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     record = await cluster.only_trace()
     assert [(each["tier"], each["attempt"]) for each in record["decisions"]] == [("prefill", 1)]

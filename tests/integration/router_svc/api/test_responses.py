@@ -17,6 +17,9 @@ from tests.support.tiny_model import END, NAME, tokens_of
 
 _PUT = {"type": "function", "name": "put", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 _PATCH = {"type": "custom", "name": "patch", "description": "Edits files."}
+_UNENFORCEABLE = {"type": "object", "properties": {"a": {"not": {}}}}
+_STRICT = {"type": "function", "name": "get", "strict": True, "parameters": _UNENFORCEABLE}
+_NESTED = {"type": "namespace", "name": "files", "tools": [_STRICT]}
 _TOOLS: list[Any] = [_PUT, _PATCH]
 _THOUGHT = "<think>\nHm.\n</think>\n\n"
 _CALL = '<tool_call>\n{"name": "put", "arguments": {"a": 1}}\n</tool_call>'
@@ -95,8 +98,15 @@ async def test_what_agents_send_and_this_server_lacks_is_named_in_a_header(think
 
 _WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"max_output_tokens": 10**6}, "max_output_tokens", "max_output_tokens"),
-    ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text", "not"),
+    ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format.schema.not", "not"),
+    ({"reasoning": {"effort": "much"}}, "reasoning.effort", "got 'much'"),
     ({"tools": [_PUT, _PUT]}, "tools", "same name"),
+    ({"tools": [_PUT, {"type": "function"}]}, "tools[1].name", "required"),
+    ({"tools": [{"type": "web_search"}, _NESTED]}, "tools[1].tools[0].parameters.properties.a.not", "be enforced"),
+    ({"tool_choice": "some", "tools": [_PUT]}, "tool_choice", "got 'some'"),
+    ({"tool_choice": {"type": "mcp"}, "tools": [_PUT]}, "tool_choice", "got 'mcp'"),
+    ({"tool_choice": {"type": "custom"}, "tools": [_PUT]}, "tool_choice.name", "required"),
+    ({"input": [{"role": "user"}]}, "input[0].content", "required"),
     ({"tool_choice": {"type": "function", "name": "x"}, "tools": [_PUT]}, "tool_choice", "`x`"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "stores no responses"),
     ({"input": "x" * 100_000}, "input", "tokens"),

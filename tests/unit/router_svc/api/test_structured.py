@@ -314,6 +314,15 @@ def test_terminals_of_terminals_are_allowed() -> None:
         assert grammar_of(StructuredFields(guided_grammar=text))
 
 
+@pytest.mark.parametrize("other", ["", r"\x00|", r"\u0000|", r"\p{Cc}|", "\x00|", r"[\x00a]|", r"\P{Lo}[^\P{Cc}]|"])
+def test_a_class_without_quotes_has_none_whatever_else_the_pattern_has(
+    vocabulary: GrammarVocabulary, other: str
+) -> None:
+    grammar = grammar_of(of_schema({"type": "string", "pattern": rf'^({other}[^"])*$'}))
+    assert accepts(vocabulary, grammar, '"hello"')
+    assert not accepts(vocabulary, grammar, r'"he\"llo"')
+
+
 def test_an_unknown_property_cannot_be_a_known_one_in_disguise(vocabulary: GrammarVocabulary) -> None:
     """Parsers take the last of two equal names, so that a value of another type would count."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "patternProperties": {"^x": {"const": 1}}}

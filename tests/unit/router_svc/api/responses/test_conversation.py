@@ -92,13 +92,17 @@ def test_thinking_of_other_servers_is_left_out(encoded: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "text", "param"),
     [
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, r"\[0\].call_id", "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "may only have texts", "input"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "is required", "input[0].call_id"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "may only have texts",
+            "input[0].content",
+        ),
         ({"input": []}, "1 to 4096 items", "input"),
-        ({"input": [7]}, r"\[0\]", "input"),
-        ({"input": [{"type": "item_reference"}]}, r"\[0\].id", "input"),
-        ({"tools": [{"type": "function"}]}, r"\[0\].name", "tools"),
-        ({"tools": [{"type": "namespace", "name": "n", "tools": []}]}, "1 to 256 tools", "tools"),
+        ({"input": [7]}, "dictionary", "input[0]"),
+        ({"input": [{"type": "item_reference"}]}, "is required", "input[0].id"),
+        ({"tools": [{"type": "function"}]}, "is required", "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": []}]}, "1 to 256 tools", "tools[0].tools"),
         ({"max_output_tokens": 0}, "greater than or equal to 1", "max_output_tokens"),
     ],
 )
