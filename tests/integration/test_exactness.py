@@ -34,9 +34,9 @@ pytestmark = [
 CALLS = make_calls(50 if depth.IS_FULL else 20)
 BLOCK_SIZE = 16
 TRUSTING = ("--trust-request-chat-template",)
-#: 42 blocks: enough for the longest request alone, too few for a crowd.
-SCARCE, ROOMY = (str(NUM_LAYERS * (size << 20) // 30) for size in (15, 256))
-#: Eight sequences of 112 new tokens, 7 blocks each. Any one of them fits into those 42 blocks, all eight never do.
+#: 48 blocks: enough for the longest request alone, too few for a crowd.
+SCARCE, ROOMY = (str(NUM_LAYERS * (size << 20) // 30) for size in (17, 256))
+#: Eight sequences of 112 new tokens, 7 blocks each. Any one of them fits into those 48 blocks, all eight never do.
 _CHOICES = {"n": 8, "max_tokens": 112, "temperature": 0.9, "seed": 5, "ignore_eos": True}
 _ASK = {"messages": [{"role": "user", "content": "Name rivers."}], **_CHOICES}
 _LONG = {"type": "object", "properties": {"text": {"type": "string", "minLength": 2000}}, "required": ["text"]}

@@ -84,13 +84,13 @@ def test_a_call_that_max_tokens_cuts_is_the_head_of_the_whole_one(cluster: Clust
     answer = _ask(cluster, **options, max_tokens=120)
     [(_, whole)] = _calls(answer.choices[0])
     seen = set()
-    for behind in (8, 12):
+    for behind in range(4, 20, 4):
         [choice] = _ask(cluster, **options, max_tokens=answer.usage.completion_tokens - behind).choices
         [(name, arguments)] = _calls(choice)
         assert (name, choice.finish_reason) == ("get_weather", "length")
         assert whole.startswith(arguments)
         seen.add(arguments)
-    assert len(seen - {whole}) == 2
+    assert len(seen - {whole}) > 1
 
 
 def test_a_named_function_is_called_once_and_ends_with_stop(cluster: Cluster) -> None:

@@ -131,6 +131,8 @@ def _call(number: int) -> Call:
     if number % 3 == 1:
         body: dict[str, Json] = {"messages": [{"role": "user", "content": prompt}], **options}
         body |= _CHAT_OPTIONS[number // 3 % len(_CHAT_OPTIONS)]
+        if "tools" in body:
+            body.pop("allowed_token_ids", None)  # Calls have tokens that the list lacks.
         if top is not None:
             body |= {"logprobs": True, "top_logprobs": top}
         return Call(path=CHAT, body=body, stream=number % 4 < 2)
