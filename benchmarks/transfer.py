@@ -46,11 +46,15 @@ from kvtransfer.handover.ticket import (
     ticket_from_proto,
     ticket_to_proto,
 )
-from kvtransfer.transport import Buffer, GuardedTransport, Transport, open_transport
+from kvtransfer.transport import Buffer, GuardedTransport, LocalTransports, Transport, open_transport
+from kvtransfer.transport.local.socket_directory import SocketDirectory
 from kvtransfer.transport.own_sockets import Connection
+from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.ids import BlockId, RequestId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
+from pdserve.base.shared_memory import SharedMemory
 from pdserve.base.tasks import service_group
+from pdserve.peers.host_identity import own_host_identity
 from pdserve.v1 import decode_pb2
 
 REQUEST = RequestId("bench")
@@ -77,7 +81,9 @@ class Memory:
     """Blocks of random bytes, as a KV cache would hold them."""
 
     def __init__(self, num_blocks: int, layout: KvLayout, seed: int) -> None:
-        self.blocks = np.random.default_rng(seed).integers(0, 256, (num_blocks, layout.block_bytes), np.uint8)
+        self.shared = SharedMemory(num_blocks * layout.block_bytes)
+        self.blocks = self.shared.bytes.reshape(num_blocks, -1)
+        self.blocks[:] = np.random.default_rng(seed).integers(0, 256, self.blocks.shape, np.uint8)
 
     def block_bytes_view(self, block_id: BlockId) -> Buffer:
         view: Buffer = self.blocks[block_id]
@@ -107,12 +113,29 @@ def layout_of(block_bytes: int) -> KvLayout:
     )
 
 
+def opened(args: argparse.Namespace, memory: Memory) -> Transport:
+    sockets = SocketDirectory(args.local_sockets) if args.local_sockets else None
+    transport = open_transport(args.transport, guarded=args.guard, local_sockets=sockets)
+    if isinstance(transport, LocalTransports):
+        transport.share(memory.shared)
+    return transport
+
+
 async def decode(link: Link, args: argparse.Namespace) -> None:
-    transport, layout = open_transport(args.transport, guarded=args.guard), layout_of(args.block_bytes)
-    identity = ReceiverIdentity(worker_id=WorkerId("d"), epoch=new_epoch(), grpc_address="none:1", layout=layout)
+    layout = layout_of(args.block_bytes)
+    memory = Memory(args.blocks, layout, 1)
+    transport = opened(args, memory)
+    await transport.listen()
+    local = transport.local_address if isinstance(transport, LocalTransports) else None
+    identity = ReceiverIdentity(
+        worker_id=WorkerId("d"),
+        epoch=new_epoch(),
+        grpc_address="none:1",
+        layout=layout,
+        data_endpoint=DataEndpoint(host=own_host_identity(), lanes=(), local=local),
+    )
     async with service_group() as tasks:
-        memory = InPlaceMemory(Memory(args.blocks, layout, 1), layout)
-        receiver = Receiver(transport=transport, memory=memory, identity=identity, tasks=tasks)
+        receiver = Receiver(transport=transport, memory=InPlaceMemory(memory, layout), identity=identity, tasks=tasks)
         for attempt in range(args.rounds + WARM_UP_ROUNDS):
             reservation = Reservation(
                 request_id=REQUEST,
@@ -143,14 +166,15 @@ async def answer(transport: Transport, message: bytes) -> None:
 
 
 async def prefill(link: Link, args: argparse.Namespace) -> None:
-    transport, layout = open_transport(args.transport, guarded=args.guard), layout_of(args.block_bytes)
+    layout = layout_of(args.block_bytes)
+    memory = Memory(args.blocks, layout, 2)
+    transport = opened(args, memory)
 
     async def introduce(ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
         link.write(INTRODUCES + introduction_to_proto(introduction).SerializeToString())
         await link.read()
         return ()
 
-    memory = Memory(args.blocks, layout, 2)
     sender = Sender(transport=transport, memory=InPlaceMemory(memory, layout), layout=layout, introduce=introduce)
     copy = np.ones_like(memory.blocks)
     gigabytes = args.blocks * layout.block_bytes / 1e9
@@ -241,6 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", default="ucx")
     parser.add_argument("--guard", action="store_true", help="keep strangers out of UCX")
+    parser.add_argument("--local-sockets", type=Path, metavar="DIR", help="send through shared memory, within the host")
     parser.add_argument("--blocks", type=int, default=250)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--block-bytes", type=int, default=368_640)

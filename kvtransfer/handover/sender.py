@@ -14,10 +14,15 @@ from kvtransfer.handover.outgoing import OutgoingTransfer, SendPath
 from kvtransfer.handover.peers import PeerTable
 from kvtransfer.handover.send_machine import SendMachine
 from kvtransfer.handover.ticket import Ticket
-from kvtransfer.transport import Peer, Transport
+from kvtransfer.transport import LocalTransports, Peer, Transport
+from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.own_sockets import Connection
+from pdserve.base.errors import PeerLost
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
+from pdserve.base.logs import get_logger
+
+log = get_logger(__name__)
 
 #: Share of the memory lent to all transfers that one transfer may take, so that a peer that stops reading leaves the
 #: rest to others.
@@ -72,8 +77,9 @@ class Sender:
         """
         self.require_compatible(ticket)
         machine = SendMachine(shape=ticket.shape, lease_s=ticket.lease_s, now=asyncio.get_running_loop().time())
-        connect = partial(self._introductions.connect, ticket)
-        async with self._peers.use(ticket.data_address, connect, deadline=machine.deadline) as peer:
+        local = self._local_address(ticket)
+        address = ticket.data_address if local is None else local.pack()
+        async with self._peers.use(address, partial(self._connect, ticket, local), deadline=machine.deadline) as peer:
             self._on_peer(ticket, peer)
             path = SendPath(
                 memory=self._memory,
@@ -92,8 +98,25 @@ class Sender:
                 if transfer.stats.sent_bytes:
                     self._settle(ticket.data_address, peer)
 
+    def _local_address(self, ticket: Ticket) -> LocalAddress | None:
+        """Where to send to within the host; None: the workers are not on one host, or share no memory."""
+        end, transport = ticket.data_endpoint, self._transport
+        if end is None or end.local is None or not isinstance(transport, LocalTransports):
+            return None
+        return end.local if transport.reaches(end.local) else None
+
+    async def _connect(self, ticket: Ticket, local: LocalAddress | None) -> Peer:
+        if local is not None and isinstance(self._transport, LocalTransports):
+            try:
+                return await self._transport.connect_locally(local)
+            except PeerLost as error:
+                log.warning("local_path_refused", peer=ticket.worker_id, reason=error)
+        return await self._introductions.connect(ticket)
+
     def _answering_callbacks(self, ticket: Ticket, peer: Peer) -> asyncio.Task[None] | None:
         if not ticket.guarded_addresses or self._settled.get(ticket.data_address) is peer:
+            return None
+        if isinstance(self._transport, LocalTransports) and self._transport.is_local(peer):
             return None
         return asyncio.create_task(self._introductions.answer_callbacks(ticket), name="answers to callbacks")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.path import PATHS, DataEndpoint
-from pdserve.base.errors import RequestError
+from pdserve.base.errors import PeerLost, RequestError
 from pdserve.observe.facts.wire import host_from_proto, host_to_proto
 from pdserve.v1 import decode_pb2
 
@@ -19,6 +20,7 @@ def endpoint_to_proto(endpoint: DataEndpoint) -> decode_pb2.DataEndpoint:
         lanes=endpoint.lanes,
         device_memory=endpoint.device_memory,
         excluded_paths=sorted(endpoint.excluded_paths),
+        local_address=b"" if endpoint.local is None else endpoint.local.pack(),
     )
 
 
@@ -32,9 +34,14 @@ def endpoint_from_proto(message: decode_pb2.DataEndpoint) -> DataEndpoint:
             f"Malformed transfer message: data_endpoint has {len(lanes)} lanes and texts of {longest} characters; "
             f"at most {_MAX_LANES} and {_MAX_TEXT}."
         )
+    try:
+        local = LocalAddress.unpack(message.local_address) if message.local_address else None
+    except PeerLost as error:
+        raise RequestError(f"Malformed transfer message: {error}") from None
     return DataEndpoint(
         host=host,
         lanes=lanes,
         device_memory=message.device_memory,
         excluded_paths=frozenset(message.excluded_paths) & frozenset(PATHS),
+        local=local,
     )

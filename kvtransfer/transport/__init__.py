@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtransfer.transport.base import Buffer, GuardedTransport, LaneReporter, Operation, Peer, Transport
+from kvtransfer.transport.base import (
+    Buffer,
+    GuardedTransport,
+    LaneReporter,
+    LocalTransports,
+    Operation,
+    Peer,
+    Transport,
+)
 from pdserve.base.config import set_default_variable
 from pdserve.base.errors import SetupError
 
 if TYPE_CHECKING:
+    from kvtransfer.transport.local.socket_directory import SocketDirectory
     from kvtransfer.transport.torch_distributed.pair_link import PairLinks
+    from kvtransfer.transport.ucx import UcxTransport
 
 __all__ = [
     "TRANSPORTS",
     "Buffer",
     "GuardedTransport",
     "LaneReporter",
+    "LocalTransports",
     "Operation",
     "Peer",
     "Transport",
@@ -26,13 +37,19 @@ TRANSPORTS = ("ucx", "nccl", "inproc")
 
 
 def open_transport(
-    name: str, *, host: str = "127.0.0.1", device: str | None = None, guarded: bool = False
+    name: str,
+    *,
+    host: str = "127.0.0.1",
+    device: str | None = None,
+    guarded: bool = False,
+    local_sockets: SocketDirectory | None = None,
 ) -> Transport:
     """The transport of that name.
 
     `host` is the address at which peers reach this process, for transports that open a port. Buffers are in the memory
     of the GPU `device` ("cuda" or "cuda:1", for UCX and NCCL); None: in host memory. `guarded`: whether a
-    `GuardedTransport` keeps strangers out.
+    `GuardedTransport` keeps strangers out. `local_sockets`: the directory in which processes of this host find each
+    other, to exchange messages through shared memory instead of UCX; None: they use UCX, too.
     Raises: SetupError when it is unknown, its library is not installed, or the machine lacks what it needs.
     """
     # Imported on use: the router imports kvtransfer without having ucxx or torch.
@@ -42,7 +59,8 @@ def open_transport(
             set_default_variable("UCX_MEMTYPE_CACHE", "n")
             from kvtransfer.transport.ucx import UcxTransport
 
-            return UcxTransport(host=host, device_memory=device is not None, guarded=guarded)
+            ucx = UcxTransport(host=host, device_memory=device is not None, guarded=guarded)
+            return ucx if local_sockets is None else _with_local(ucx, local_sockets)
         if name == "nccl":
             from kvtransfer.transport.torch_distributed.transport import TorchDistributedTransport
 
@@ -57,6 +75,13 @@ def open_transport(
 
         return InprocTransport()
     raise SetupError(f"There is no transport {name!r}. Use one of {', '.join(TRANSPORTS)}.")
+
+
+def _with_local(ucx: UcxTransport, sockets: SocketDirectory) -> Transport:
+    from kvtransfer.transport.local.transport import LocalTransport
+    from kvtransfer.transport.with_local import WithLocal
+
+    return WithLocal(ucx, LocalTransport(sockets))
 
 
 def _pair_links(host: str, device: str | None) -> PairLinks:

@@ -13,8 +13,10 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.own_sockets import Connection
 from pdserve.base.errors import PdserveError
+from pdserve.base.shared_memory import SharedMemory
 
 #: The bytes of a message: a contiguous, one-dimensional array, writable for receives. UCX and NCCL also take memory of
 #: a GPU, which has a `__cuda_array_interface__`.
@@ -29,9 +31,10 @@ class Operation:
     Cancelling a task that awaits it does not affect the operation: the buffer stays in use until it is done.
     """
 
-    __slots__ = ("_callbacks", "buffer", "cancelled", "done", "error", "tag")
+    __slots__ = ("_callbacks", "_digest_of", "buffer", "cancelled", "digest", "done", "error", "tag")
 
-    def __init__(self, tag: int, buffer: Buffer) -> None:
+    def __init__(self, tag: int, buffer: Buffer, digest: Callable[[Buffer], bytes] | None = None) -> None:
+        """`digest`: of a receive, computes the digest of what has arrived, on any thread."""
         if not 0 <= tag < TAG_LIMIT:
             raise ValueError(f"A tag has 64 bits, not {tag}.")
         # Buffers in a GPU's memory are always contiguous.
@@ -46,6 +49,9 @@ class Operation:
         self.cancelled = False
         #: Reason of a failure; None while it runs, after success and after a cancel.
         self.error: PdserveError | None = None
+        #: Digest of what a receive has brought; None: it is not complete, or nobody wants one.
+        self.digest: bytes | None = None
+        self._digest_of = digest
         self._callbacks: list[Callable[[Operation], None]] = []
 
     def add_done_callback(self, callback: Callable[[Operation], None]) -> None:
@@ -69,10 +75,22 @@ class Operation:
             raise self.error
 
     # For transports only.
+    async def ended(self) -> None:
+        """Returns when it is done, however it has ended."""
+        done = asyncio.Event()
+        self.add_done_callback(lambda _: done.set())
+        await done.wait()
+
     def complete(self) -> None:
         """Ends it: the bytes have arrived (receive), or the buffer may be reused (send)."""
         if not self.done:
+            self.find_digest()
             self._end()
+
+    def find_digest(self) -> None:
+        """Finds the digest, if there is to be one. A transport that copies calls it while the bytes are in a cache."""
+        if self._digest_of is not None and self.digest is None:
+            self.digest = self._digest_of(self.buffer)
 
     def fail(self, error: PdserveError) -> None:
         """Ends it: it will not complete, and nothing touches the buffer any more."""
@@ -131,8 +149,10 @@ class Transport(Protocol):
         """Disconnects: unfinished sends soon fail with `PeerLost`, and their buffers may then be reused."""
         ...
 
-    def post_receive(self, tag: int, buffer: Buffer) -> Operation:
+    def post_receive(self, tag: int, buffer: Buffer, digest: Callable[[Buffer], bytes] | None = None) -> Operation:
         """Receives message `tag`, which has exactly the buffer's size, into `buffer`. Never blocks.
+
+        The operation then has the `digest` of what has arrived.
 
         Raises: ValueError when a receive of that tag is outstanding.
         """
@@ -168,6 +188,36 @@ class LaneReporter(Protocol):
 
     def lanes(self, peer: Peer) -> tuple[str, ...]:
         """What the connection to the peer uses, by the library's names; empty when it is unknown."""
+        ...
+
+
+@runtime_checkable
+class LocalTransports(Protocol):
+    """A transport that has another one for processes of its host."""
+
+    @property
+    def local_address(self) -> LocalAddress | None:
+        """Where processes of this host send to; None: this process shares no memory with them."""
+        ...
+
+    def share(self, memory: SharedMemory) -> None:
+        """Messages in this memory are sent to processes of this host from where they are."""
+        ...
+
+    def unshare(self, memory: SharedMemory) -> None:
+        """From now on messages in this memory are copied before they are sent, as all others are."""
+        ...
+
+    def reaches(self, address: LocalAddress) -> bool:
+        """Whether a local address can be connected to, as far as it is known."""
+        ...
+
+    def is_local(self, peer: Peer) -> bool:
+        """Whether the peer was connected to within the host."""
+        ...
+
+    async def connect_locally(self, address: LocalAddress) -> Peer:
+        """Connects within the host. Raises: PeerLost."""
         ...
 
 

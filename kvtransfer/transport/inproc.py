@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvtransfer.transport.base import Buffer, Operation, Peer
@@ -51,9 +51,9 @@ class InprocTransport:
         """Fails the peer's unfinished sends."""
         self._lose(_own(peer))
 
-    def post_receive(self, tag: int, buffer: Buffer) -> Operation:
+    def post_receive(self, tag: int, buffer: Buffer, digest: Callable[[Buffer], bytes] | None = None) -> Operation:
         """Receives one message."""
-        receive = Operation(tag, buffer)
+        receive = Operation(tag, buffer, digest)
         early = self._matcher.post(receive)
         if early is not None:
             _copy(early, receive)

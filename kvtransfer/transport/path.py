@@ -6,18 +6,19 @@ import errno
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from kvtransfer.transport.local.address import LocalAddress
 from pdserve.observe.process_memory import scope_refuses
 from pdserve.peers.host_identity import HostIdentity
 
-CUDA_IPC, CMA, SHM, RDMA, TCP = "cuda_ipc", "cma", "shm", "rdma", "tcp"
+CUDA_IPC, LOCAL, CMA, SHM, RDMA, TCP = "cuda_ipc", "local", "cma", "shm", "rdma", "tcp"
 #: Values of `TransportPath.expected` and `TransportPath.actual`, fastest first.
-PATHS = (CUDA_IPC, CMA, SHM, RDMA, TCP)
+PATHS = (CUDA_IPC, LOCAL, CMA, SHM, RDMA, TCP)
 #: Names in UCX_TLS that mean a path, alone or with others.
 _UCX_NAMES = {CUDA_IPC: {"cuda_ipc", "cuda", "all"}, CMA: {"cma", "sm", "shm", "all"}}
 _SHM_LANES = ("posix", "sysv", "xpmem", "knem")
 _RDMA_PREFIXES = ("rc", "dc", "ud", "srd", "ib")
 #: Paths within a host; between them the choice is the library's.
-_LOCAL = (CUDA_IPC, CMA, SHM)
+_WITHIN_HOST = (CUDA_IPC, CMA, SHM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class DataEndpoint:
     device_memory: bool = False
     #: Paths that UCX_TLS excludes there, so that nobody expects them.
     excluded_paths: frozenset[str] = frozenset()
+    #: Where it takes messages from its own host; None: nowhere.
+    local: LocalAddress | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,8 @@ def expected_path(own: DataEndpoint, peer: DataEndpoint) -> str:
     Within a host what counts is what their settings exclude: a library also offers no CMA where the kernel refuses it.
     """
     if own.host.shares_host_with(peer.host):
+        if own.local is not None and peer.local is not None and own.local.directory == peer.local.directory:
+            return LOCAL
         excluded = own.excluded_paths | peer.excluded_paths
         if own.device_memory and peer.device_memory and CUDA_IPC not in excluded:
             return CUDA_IPC
@@ -92,6 +97,8 @@ def excluded_paths(ucx_tls: str | None) -> frozenset[str]:
 
 def actual_path(lanes: Sequence[str], *, device_memory: bool) -> str:
     """The path that bulk data takes over a connection with these lanes."""
+    if LOCAL in lanes:
+        return LOCAL
     if device_memory and CUDA_IPC in lanes:
         return CUDA_IPC
     if CMA in lanes:
@@ -107,10 +114,21 @@ def path_between(own: DataEndpoint, peer: DataEndpoint, lanes: Sequence[str], ac
     actual = actual_path(lanes, device_memory=own.device_memory and peer.device_memory)
     if not is_slower(actual, expected):
         return TransportPath(expected=expected, actual=actual)
-    cause, remedy = _explain_local(own, peer, access) if expected in _LOCAL else _EXPLAINED_RDMA
+    cause, remedy = _explained(own, peer, expected, access)
     return TransportPath(expected=expected, actual=actual, cause=cause, remedy=remedy)
 
 
+def _explained(own: DataEndpoint, peer: DataEndpoint, expected: str, access: MemoryAccess) -> tuple[str, str]:
+    """Cause and remedy of a path that is slower than the expected one."""
+    if expected == LOCAL:
+        return _EXPLAINED_LOCAL
+    return _explain_within_host(own, peer, access) if expected in _WITHIN_HOST else _EXPLAINED_RDMA
+
+
+_EXPLAINED_LOCAL = (
+    "the peer's socket in the directory --local-sockets refused the connection",
+    "Look for local_path_refused in this worker's log; run both workers as one user.",
+)
 _EXPLAINED_RDMA = (
     "both UCX libraries offer RDMA, but the connection does not use it",
     "Set UCX_NET_DEVICES to devices of one fabric on both workers, or exclude TCP with UCX_TLS to see UCX's error.",
@@ -118,7 +136,7 @@ _EXPLAINED_RDMA = (
 _JOIN = "Docker: {docker}; Kubernetes: workers of one pod{more}."
 
 
-def _explain_local(own: DataEndpoint, peer: DataEndpoint, access: MemoryAccess) -> tuple[str, str]:
+def _explain_within_host(own: DataEndpoint, peer: DataEndpoint, access: MemoryAccess) -> tuple[str, str]:
     """Cause and remedy of a slow path within a host."""
     a, b = own.host, peer.host
     if _differ(a.ipc_namespace, b.ipc_namespace):

@@ -74,6 +74,11 @@ class TagMatcher(Generic[M]):
             self._withdrawn.popitem(last=False)
         return True
 
+    def drop_early(self, is_gone: Callable[[M], bool]) -> None:
+        """Removes waiting messages whose sender is gone."""
+        for tag in [tag for tag, (message, _) in self._early.items() if is_gone(message)]:
+            self._take(tag)
+
     def clear(self) -> tuple[list[Operation], list[M]]:
         """Removes and returns all waiting receives and all early messages."""
         receives, messages = list(self._posted.values()), [self._take(tag) for tag in list(self._early)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import ucxx._lib.libucxx as ucx
@@ -118,9 +118,9 @@ class UcxTransport:
             endpoint.close_blocking(_CLOSE_PERIOD_NS, 1)
             self._schedule_poll()
 
-    def post_receive(self, tag: int, buffer: Buffer) -> Operation:
+    def post_receive(self, tag: int, buffer: Buffer, digest: Callable[[Buffer], bytes] | None = None) -> Operation:
         """Adds the receive to our own table; UCX gets the buffer when the message is there."""
-        receive = Operation(tag, buffer)
+        receive = Operation(tag, buffer, digest)
         worker = self._up()
         early = self._matcher.post(receive)
         if early is not None:
@@ -143,6 +143,10 @@ class UcxTransport:
         self._schedule_poll()
         return send
 
+    def withdraw(self, receive: Operation) -> bool:
+        """Takes a receive back, unless its message is arriving. Whether it waited."""
+        return self._matcher.withdraw(receive)
+
     async def cancel(self, receives: Iterable[Operation]) -> None:
         """Withdraws waiting receives, and waits for arriving messages."""
         landing = []
@@ -156,7 +160,7 @@ class UcxTransport:
         try:
             async with asyncio.timeout(self._drain_timeout_s):
                 for receive in landing:
-                    await _until_done(receive)
+                    await receive.ended()
         except TimeoutError:
             stuck = sum(not receive.done for receive in landing)
             log.warning("ucx_worker_replaced", reason="an arriving message did not finish", receives=stuck)
@@ -291,9 +295,3 @@ class UcxTransport:
         if self._discarded is None:
             self._discarded = np.empty(_DISCARD_BYTES, np.uint8)
         self._worker.receive(message, Operation(0, self._discarded[: message.length]))
-
-
-async def _until_done(operation: Operation) -> None:
-    done = asyncio.Event()
-    operation.add_done_callback(lambda _: done.set())
-    await done.wait()

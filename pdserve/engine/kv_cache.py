@@ -14,6 +14,10 @@ from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
+from pdserve.base.logs import get_logger
+from pdserve.base.shared_memory import SharedMemory
+
+log = get_logger(__name__)
 
 _DTYPES = {
     "float32": torch.float32,
@@ -43,7 +47,9 @@ class KvCache:
         shape = (num_blocks, group.num_layers, 2, group.num_kv_heads, layout.block_size, group.head_dim)
         try:
             # Zeros, because attention multiplies masked rows too, and uninitialized memory could be NaN.
-            self.tensor = _zeros(shape, _DTYPES[layout.dtype], device)
+            #: On the CPU: the blocks as other processes of the host can map them; None: they cannot.
+            self.shared = _shared_memory(num_blocks * layout.block_bytes) if device.type == "cpu" else None
+            self.tensor = _zeros(shape, _DTYPES[layout.dtype], device, self.shared)
         except (RuntimeError, MemoryError) as error:
             needed_mib = num_blocks * layout.block_bytes / 2**20
             raise SetupError(
@@ -134,12 +140,22 @@ def _contiguous_pairs(to: torch.Tensor, source: torch.Tensor) -> list[tuple[torc
     return pairs
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _shared_memory(num_bytes: int) -> SharedMemory | None:
+    try:
+        return SharedMemory(num_bytes)
+    except OSError as error:
+        log.warning("kv_cache_not_shared", reason=error)
+        return None
+
+
+def _zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, shared: SharedMemory | None
+) -> torch.Tensor:
     """Like `torch.zeros`, but on the CPU the operating system provides zeroed pages at the first write.
 
     `torch.zeros` writes all pages at once. For 2 GiB that took up to 10 s at a worker's start on a virtual machine.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    flat = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    flat = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8) if shared is None else shared.bytes
     return torch.from_numpy(flat).view(dtype).view(shape)

@@ -776,8 +776,11 @@ class DataEndpoint(_message.Message):
     LANES_FIELD_NUMBER: _builtins.int
     DEVICE_MEMORY_FIELD_NUMBER: _builtins.int
     EXCLUDED_PATHS_FIELD_NUMBER: _builtins.int
+    LOCAL_ADDRESS_FIELD_NUMBER: _builtins.int
     device_memory: _builtins.bool
     """Blocks are in the memory of a GPU on their way."""
+    local_address: _builtins.bytes
+    """Where it takes messages from processes of its host, as kvtransfer/transport/local/address.py packs it. Empty: nowhere."""
     @_builtins.property
     def host(self) -> Global___HostIdentity: ...
     @_builtins.property
@@ -795,10 +798,11 @@ class DataEndpoint(_message.Message):
         lanes: _abc.Iterable[_builtins.str] | None = ...,
         device_memory: _builtins.bool = ...,
         excluded_paths: _abc.Iterable[_builtins.str] | None = ...,
+        local_address: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "excluded_paths", b"excluded_paths", "host", b"host", "lanes", b"lanes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "excluded_paths", b"excluded_paths", "host", b"host", "lanes", b"lanes", "local_address", b"local_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

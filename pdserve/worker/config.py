@@ -114,6 +114,12 @@ class WorkerConfig(ServiceOptions):
         choices=HANDOVER_MEMORIES,
     )
     transport: str = option("ucx", help="transport of KV blocks", choices=TRANSPORTS)
+    local_sockets: str = option(
+        "auto",
+        help="directory in which CPU workers of one host find each other, to hand blocks over through shared memory; "
+        "auto: this user's; off: they use --transport",
+        metavar="DIR",
+    )
     guard_transport: str = option(
         "auto",
         help="in a cluster with a secret or TLS between peers: keep strangers out of the ports of UCX",

@@ -26,6 +26,8 @@ def test_every_block_of_a_new_prompt_is_sent_once(cluster: Cluster) -> None:
     before = _received_blocks(cluster)
     _complete(cluster, _prompt(1001, 250))
     assert _received_blocks(cluster) - before == -(-250 // BLOCK_SIZE)
+    # Both workers run on this host: no byte went through a socket.
+    assert cluster.worker_metric("prefill", "pdserve_transport_path_info", expected="local", actual="local") == 1
 
 
 def test_blocks_cached_by_the_decode_worker_are_not_sent_again(cluster: Cluster) -> None:

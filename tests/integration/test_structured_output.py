@@ -152,7 +152,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_its_path(cluster: Clus
 def test_a_grammar_of_which_the_other_fields_leave_nothing_is_the_clients_mistake(
     cluster: Cluster, given: dict[str, Any]
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match="at position 0|be token 0"):
+    with pytest.raises(openai.BadRequestError, match=r"at position 0|be token 0"):
         _ask(cluster, guided_regex="yes", **given)
 
 

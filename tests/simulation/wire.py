@@ -102,9 +102,9 @@ class WireTransport:
         for send in list(peer.unfinished):
             self._soon(send.fail, PeerLost("The peer was disconnected."))
 
-    def post_receive(self, tag: int, buffer: Buffer) -> Operation:
+    def post_receive(self, tag: int, buffer: Buffer, digest: Callable[[Buffer], bytes] | None = None) -> Operation:
         """Receives one message."""
-        receive = Operation(tag, buffer)
+        receive = Operation(tag, buffer, digest)
         early = self._matcher.post(receive)
         if early is not None:
             self._land(early, receive)

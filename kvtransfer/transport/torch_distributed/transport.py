@@ -108,9 +108,9 @@ class TorchDistributedTransport:
         """Breaks the pair off; sends fail as soon as its thread notices."""
         self.lose(_own(peer))
 
-    def post_receive(self, tag: int, buffer: Buffer) -> Operation:
+    def post_receive(self, tag: int, buffer: Buffer, digest: Callable[[Buffer], bytes] | None = None) -> Operation:
         """Waits for the announcement of that tag, or takes a message that came early."""
-        receive = Operation(tag, buffer)
+        receive = Operation(tag, buffer, digest)
         early = self._matcher.post(receive)
         if early is not None:
             early.receive = receive

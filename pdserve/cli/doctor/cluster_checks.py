@@ -17,7 +17,7 @@ _SLOW_REDIS_S = 0.01
 _MIN_REDIS = (5, 0)
 #: Share of a plain copy's speed below which a path within a host is slow whatever its name.
 _MIN_SHARE_OF_COPY = 0.02
-_LOCAL_PATHS = ("cma", "shm")
+_LOCAL_PATHS = ("local", "cma", "shm")
 
 
 def check_cluster(facts: ClusterFacts) -> list[Finding]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvtransfer.handover.digest import HOST_DIGEST
 from kvtransfer.handover.memory import BlockMemory, Bundle, InPlaceMemory, MessageSpec
 from kvtransfer.handover.staging import StagedMemory
+from kvtransfer.transport import LocalTransports, Transport
 from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
@@ -56,6 +57,12 @@ def block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
     if kv_cache.memory is not None:
         return InPlaceMemory(kv_cache, kv_cache.layout)
     return staged(kv_cache, pinned_stage(kv_cache.layout, staging_bytes))
+
+
+def share_blocks(kv_cache: KvCache, transport: Transport) -> None:
+    """Lets processes of this host read the blocks, where both cache and transport can do that."""
+    if isinstance(transport, LocalTransports) and kv_cache.shared is not None:
+        transport.share(kv_cache.shared)
 
 
 def staged(kv_cache: KvCache, memory: Tensor, bundle_blocks: int | None = None) -> StagedMemory:

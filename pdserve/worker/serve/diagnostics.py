@@ -33,7 +33,7 @@ from pdserve.v1 import diagnostics_pb2 as pb
 from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc
 from pdserve.worker.serve.introducing import introduce
 from pdserve.worker.serve.manual_drain import ManualDrain
-from pdserve.worker.serve.probe_memory import ProbeBlocks, num_probe_blocks
+from pdserve.worker.serve.probe_memory import ProbeBlocks, num_probe_blocks, sharing
 from pdserve.worker.serve.role_change import RoleChange
 from pdserve.worker.serve.worker import Worker
 
@@ -140,7 +140,8 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
             raise RequestError(f"A test transfer of {ticket.num_blocks} blocks is too large. Use a smaller one.")
         with self._admitted():
             blocks = await asyncio.to_thread(ProbeBlocks, layout, ticket.num_blocks)
-            return await self._send(blocks, ticket, RequestId(request.request_id))
+            with sharing(blocks.shared, self._worker.transport):
+                return await self._send(blocks, ticket, RequestId(request.request_id))
 
     @rpc.method
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
-from kvtransfer.transport import Buffer
+from kvtransfer.transport import Buffer, LocalTransports, Transport
 from pdserve.base.errors import NoFreeBlocks
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
+from pdserve.base.shared_memory import SharedMemory
 from pdserve.observe.machine import available_memory_bytes
 
 #: Largest test transfer, and the share of the free memory that it may take.
@@ -31,7 +34,10 @@ class ProbeBlocks:
                 "free here. Use a smaller one."
             )
         self.num_blocks = num_blocks
-        self._memory = np.full((num_blocks, layout.block_bytes), 1, np.uint8)
+        #: As the blocks of a KV cache are shared with processes of the host.
+        self.shared = SharedMemory(needed)
+        self._memory = self.shared.bytes.reshape(num_blocks, -1)
+        self._memory[:] = 1
 
     @property
     def block_ids(self) -> list[BlockId]:
@@ -52,6 +58,20 @@ class ProbeBlocks:
             np.copyto(target, self._memory)
             best_s = min(best_s, time.perf_counter() - started)
         return self._memory.nbytes / best_s
+
+
+@contextmanager
+def sharing(memory: SharedMemory, transport: Transport) -> Iterator[None]:
+    """Within the block, processes of this host can read the memory, where the transport lets them."""
+    if not isinstance(transport, LocalTransports):
+        yield
+        return
+    transport.share(memory)
+    try:
+        yield
+    finally:
+        transport.unshare(memory)
+        memory.close()
 
 
 def num_probe_blocks(layout: KvLayout, num_bytes: int) -> int:

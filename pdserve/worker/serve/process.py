@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 import grpc
 
 from kvtransfer.transport import Transport, open_transport
+from kvtransfer.transport.local.socket_directory import SocketDirectory
 from pdserve.base.collector import exempt_all
 from pdserve.base.errors import Draining, SetupError
 from pdserve.base.ids import WorkerId, new_epoch
@@ -185,6 +188,19 @@ def _keeps_strangers_out(config: WorkerConfig, seals: Seals, tls: PeerTls | None
     return False
 
 
+def _local_sockets(config: WorkerConfig) -> SocketDirectory | None:
+    """The directory of local sockets; None: this worker uses none. Raises: SetupError for one that was chosen."""
+    if config.device != "cpu" or config.tensor_parallel_size > 1 or config.local_sockets == "off":
+        return None
+    if config.local_sockets != "auto":
+        return SocketDirectory(Path(config.local_sockets))
+    try:
+        return SocketDirectory(Path(tempfile.gettempdir()) / f"pdserve-{os.geteuid()}")
+    except SetupError as error:
+        log.warning("local_sockets_unusable", reason=error)
+        return None
+
+
 @asynccontextmanager
 async def _opened_transport(
     config: WorkerConfig, seals: Seals, tls: PeerTls | None, metrics: WorkerMetrics
@@ -193,7 +209,10 @@ async def _opened_transport(
     device = config.device if config.handover_memory == "device" else None
     guarded = _keeps_strangers_out(config, seals, tls)
     metrics.transport_guarded.set(guarded)
-    transport = open_transport(config.transport, host=config.host, device=device, guarded=guarded)
+    sockets = _local_sockets(config)
+    transport = open_transport(
+        config.transport, host=config.host, device=device, guarded=guarded, local_sockets=sockets
+    )
     try:
         # Listening now makes a machine that lacks what the transport needs fail at start, not at the first request.
         await transport.listen()

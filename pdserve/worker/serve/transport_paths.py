@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtransfer.handover.ticket import Ticket
-from kvtransfer.transport import LaneReporter, Peer, Transport
+from kvtransfer.transport import LaneReporter, LocalTransports, Peer, Transport
 from kvtransfer.transport.memory_access import memory_access
 from kvtransfer.transport.path import DataEndpoint, TransportPath, excluded_paths, path_between
 from pdserve.base.config import variable
@@ -55,6 +55,7 @@ class TransportPaths:
                 lanes=self._transport.offered_lanes(),
                 device_memory=self._device_memory,
                 excluded_paths=excluded_paths(variable("UCX_TLS")),
+                local=self._transport.local_address if isinstance(self._transport, LocalTransports) else None,
             )
         return self._own
 

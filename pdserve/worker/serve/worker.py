@@ -26,7 +26,7 @@ from pdserve.peers.peer_tls import PeerTls
 from pdserve.peers.registry import Tier
 from pdserve.peers.seals import Seals, receiver_name
 from pdserve.worker.config import WorkerConfig
-from pdserve.worker.kv_bytes.host_blocks import block_memory
+from pdserve.worker.kv_bytes.host_blocks import block_memory, share_blocks
 from pdserve.worker.load.cores import num_cores
 from pdserve.worker.load.numerics import numerics_class
 from pdserve.worker.load.populate import KvUse
@@ -154,6 +154,7 @@ class Worker:
             self.blocks = device_block_memory(model.kv_cache, staging_bytes)
         else:
             self.blocks = block_memory(model.kv_cache, staging_bytes)
+            share_blocks(model.kv_cache, self.transport)
 
     @property
     def seal_name(self) -> bytes:

@@ -6,27 +6,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from kvtransfer.transport import Transport, open_transport
-from kvtransfer.transport.torch_distributed.nccl import NcclLinks
-from kvtransfer.transport.torch_distributed.transport import TorchDistributedTransport
+from kvtransfer.transport import Transport
 from tests.integration.kvtransfer.memory import Memory
+from tests.integration.kvtransfer.opening import ON_TWO_GPUS, open_any
 from tests.integration.kvtransfer.processes import RemotePeer
-from tests.support.pretend_gpu import PretendGpu
 
 OpenTransport = Callable[[], Transport]
 StartPeer = Callable[[], Awaitable[RemotePeer]]
 StartWorker = Callable[[str], Awaitable[RemotePeer]]
-#: The `nccl` transport between GPUs, with a stand-in for the GPUs.
-BETWEEN_GPUS = "nccl between GPUs"
-#: The same with real GPUs: this process uses the first, other processes the second.
-ON_TWO_GPUS = "nccl on two GPUs"
-
-
-def open_any(name: str) -> Transport:
-    """A transport of the product, or one of the two above."""
-    if name == BETWEEN_GPUS:
-        return TorchDistributedTransport(NcclLinks(PretendGpu()))
-    return open_transport("nccl", device="cuda:0") if name == ON_TWO_GPUS else open_transport(name)
 
 
 @pytest.fixture

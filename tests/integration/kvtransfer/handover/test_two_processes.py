@@ -16,12 +16,13 @@ from pdserve.base.tasks import service_group
 from pdserve.v1 import decode_pb2
 from tests.integration.kvtransfer.conftest import OpenTransport, StartWorker
 from tests.integration.kvtransfer.handover.worker import LAYOUT, NUM_BLOCKS, REQUEST, Memory, in_place, reservation
+from tests.integration.kvtransfer.opening import WITH_LOCAL, endpoint_of
 from tests.integration.kvtransfer.processes import RemotePeer
 from tests.support.deadline import DEADLINE_S
 from tests.support.handover import push_all
 
 pytestmark = [
-    pytest.mark.parametrize("transport_name", ["ucx", "nccl"]),
+    pytest.mark.parametrize("transport_name", ["ucx", "nccl", WITH_LOCAL]),
     pytest.mark.parametrize("layer_groups", [1, 4]),
 ]
 
@@ -44,7 +45,9 @@ async def test_a_killed_decode_worker_costs_the_prefill_worker_one_lease(
     start_transport: OpenTransport, start_worker: StartWorker, layer_groups: int
 ) -> None:
     victim, survivor = await start_worker("decode"), await start_worker("decode")
-    sender = Sender(transport=start_transport(), memory=in_place(Memory(filled=True)), layout=LAYOUT)
+    transport, memory = start_transport(), Memory(filled=True)
+    endpoint_of(transport, memory.shared)
+    sender = Sender(transport=transport, memory=in_place(memory), layout=LAYOUT)
     ticket_hex = await victim.command(f"grant 1 {layer_groups}")
     ticket = ticket_from_proto(decode_pb2.Ticket.FromString(bytes.fromhex(ticket_hex)))
 
@@ -67,12 +70,18 @@ async def test_another_prefill_worker_fills_the_same_blocks_after_a_kill(
     start_transport: OpenTransport, start_worker: StartWorker, layer_groups: int
 ) -> None:
     victim, other = await start_worker("prefill"), await start_worker("prefill")
-    memory = Memory(filled=False)
+    memory, transport = Memory(filled=False), start_transport()
+    await transport.listen()
     identity = ReceiverIdentity(
-        worker_id=WorkerId("d"), epoch=new_epoch(), grpc_address="d:1", layout=LAYOUT, layer_groups=layer_groups
+        worker_id=WorkerId("d"),
+        epoch=new_epoch(),
+        grpc_address="d:1",
+        layout=LAYOUT,
+        layer_groups=layer_groups,
+        data_endpoint=endpoint_of(transport, memory.shared),
     )
     async with service_group() as tasks:
-        receiver = Receiver(transport=start_transport(), memory=in_place(memory), identity=identity, tasks=tasks)
+        receiver = Receiver(transport=transport, memory=in_place(memory), identity=identity, tasks=tasks)
         ticket = await receiver.grant(reservation(lease_s=30), attempt=1)
         assert await victim.command(f"push {ticket_to_proto(ticket).SerializeToString().hex()} 20") == "pushed"
         victim.say("finish")

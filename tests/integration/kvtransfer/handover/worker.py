@@ -9,13 +9,15 @@ from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import ReceiverIdentity, Reservation
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
-from kvtransfer.transport import Buffer, open_transport
+from kvtransfer.transport import Buffer
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import BlockId, RequestId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
+from pdserve.base.shared_memory import SharedMemory
 from pdserve.base.tasks import service_group
 from pdserve.v1 import decode_pb2
 from tests.integration.kvtransfer.memory import payload_of
+from tests.integration.kvtransfer.opening import endpoint_of, open_any
 from tests.integration.kvtransfer.processes import CommandLine
 from tests.support.handover import push_all
 
@@ -28,7 +30,8 @@ class Memory:
     """Blocks that are empty or hold `payload_of` their number."""
 
     def __init__(self, *, filled: bool) -> None:
-        self.blocks = np.zeros((NUM_BLOCKS, LAYOUT.block_bytes), np.uint8)
+        self.shared = SharedMemory(NUM_BLOCKS * LAYOUT.block_bytes)
+        self.blocks = self.shared.bytes.reshape(NUM_BLOCKS, -1)
         if filled:
             for block in range(NUM_BLOCKS):
                 self.blocks[block] = payload_of(block, LAYOUT.block_bytes)
@@ -58,8 +61,9 @@ def reservation(*, lease_s: float) -> Reservation:
 
 async def prefill(transport_name: str, commands: CommandLine) -> None:
     """`push TICKET COUNT` sends `COUNT` blocks; `finish` sends the rest and prints the commit, to be delivered."""
-    transport = open_transport(transport_name)
-    sender = Sender(transport=transport, memory=in_place(Memory(filled=True)), layout=LAYOUT)
+    transport, memory = open_any(transport_name), Memory(filled=True)
+    endpoint_of(transport, memory.shared)
+    sender = Sender(transport=transport, memory=in_place(memory), layout=LAYOUT)
     commands.answer("ready")
     _, ticket_hex, count = await commands.next()
     ticket = ticket_from_proto(decode_pb2.Ticket.FromString(bytes.fromhex(ticket_hex)))
@@ -80,7 +84,8 @@ async def prefill(transport_name: str, commands: CommandLine) -> None:
 
 async def decode(transport_name: str, commands: CommandLine) -> None:
     """`grant LEASE GROUPS` prints a ticket; `commit COMMIT` prints whether the blocks are right."""
-    transport, memory = open_transport(transport_name), Memory(filled=False)
+    transport, memory = open_any(transport_name), Memory(filled=False)
+    await transport.listen()
     async with service_group() as tasks:
         commands.answer("ready")
         _, lease_s, layer_groups = await commands.next()
@@ -90,6 +95,7 @@ async def decode(transport_name: str, commands: CommandLine) -> None:
             grpc_address="d:1",
             layout=LAYOUT,
             layer_groups=int(layer_groups),
+            data_endpoint=endpoint_of(transport, memory.shared),
         )
         receiver = Receiver(transport=transport, memory=in_place(memory), identity=identity, tasks=tasks)
         ticket = await receiver.grant(reservation(lease_s=float(lease_s)), attempt=1)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvtransfer.transport import Operation, open_transport
+from kvtransfer.transport import Operation
 from tests.integration.kvtransfer.memory import Memory, payload_of
+from tests.integration.kvtransfer.opening import open_any
 from tests.integration.kvtransfer.processes import CommandLine
 
 
 async def main(commands: CommandLine, transport_name: str, device: str | None = None) -> None:
     """Serves until the first process ends."""
-    transport, memory = open_transport(transport_name, device=device), Memory(device)
+    transport, memory = open_any(transport_name, device=device), Memory(device)
     receives: dict[int, Operation] = {}
     sends: list[Operation] = []
     peers = {}

@@ -14,10 +14,11 @@ import pytest
 from kvtransfer.transport import TRANSPORTS, Buffer, Transport
 from kvtransfer.transport.torch_distributed import gloo, nccl, pair_link
 from pdserve.base.errors import PeerLost, TransferError
-from tests.integration.kvtransfer.conftest import BETWEEN_GPUS, OpenTransport, open_any
+from tests.integration.kvtransfer.conftest import OpenTransport
 from tests.integration.kvtransfer.memory import payload_of
+from tests.integration.kvtransfer.opening import BETWEEN_GPUS, LOCAL, WITH_LOCAL, open_any
 
-pytestmark = pytest.mark.parametrize("transport_name", [*TRANSPORTS, BETWEEN_GPUS])
+pytestmark = pytest.mark.parametrize("transport_name", [*TRANSPORTS, LOCAL, WITH_LOCAL, BETWEEN_GPUS])
 
 
 def empty(size: int) -> Buffer:

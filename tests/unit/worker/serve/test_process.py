@@ -86,7 +86,7 @@ async def test_a_transport_gets_the_gpu_that_holds_its_buffers(
 ) -> None:
     devices: list[str | None] = []
 
-    def open_transport(name: str, *, host: str, device: str | None, guarded: bool) -> InprocTransport:
+    def open_transport(name: str, *, device: str | None, **_: object) -> InprocTransport:
         devices.append(device)
         return InprocTransport()
 

@@ -1,0 +1,115 @@
+"""A connection to a receiver of this host: offers messages, and hears which of them were taken."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from kvtransfer.transport.base import Buffer, Operation
+from kvtransfer.transport.local import packets
+from kvtransfer.transport.local.packet_socket import PacketSocket
+from pdserve.base.errors import PeerLost
+from pdserve.base.shared_memory import SharedMemory
+
+
+class LocalPeer:
+    """A receiver that was connected to. Implements `kvtransfer.transport.base.Peer`."""
+
+    def __init__(self, connected: socket.socket, token: bytes, on_end: Callable[[LocalPeer], None]) -> None:
+        """`on_end` is called once, when the connection has ended."""
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        #: Done when the receiver has accepted the connection.
+        self.welcome: asyncio.Future[None] = self._loop.create_future()
+        self._socket = PacketSocket(connected, self._on_packet, self._lost)
+        self._unfinished: dict[int, Operation] = {}
+        self._offers: list[packets.Offer] = []
+        self._flush: asyncio.Handle | None = None
+        #: Memory that the receiver knows, by number; that of single messages also by their tags.
+        self._known: dict[SharedMemory, int] = {}
+        self._of_message: dict[int, SharedMemory] = {}
+        self._next_number = 0
+        self._socket.send(packets.HELLO + token)
+
+    @property
+    def closed(self) -> bool:
+        """Whether sends are impossible."""
+        return self._socket.is_closed
+
+    def send(self, send: Operation, memories: Iterable[SharedMemory]) -> None:
+        """Offers a message with the next ones of this turn. Bytes outside of `memories` are copied before."""
+        if self.closed:
+            send.fail(PeerLost("The peer was disconnected."))
+            return
+        self._unfinished[send.tag] = send
+        for memory in memories:
+            if (start := memory.offset_of(send.buffer)) is not None:
+                break
+        else:
+            memory, start = _copied(send.buffer), 0
+            self._of_message[send.tag] = memory
+        number = self._known.get(memory)
+        if number is None:
+            number = self._show(memory)
+        self._offers.append(packets.Offer(send.tag, number, start, send.buffer.nbytes))
+        if self._flush is None:
+            self._flush = self._loop.call_soon(self._send_offers)
+
+    def end(self, reason: PeerLost) -> None:
+        """Ends the connection. What the receiver copies from now on is of no transfer that is committed."""
+        if not self._socket.is_closed:
+            self._socket.close()
+            self._ended(reason)
+
+    def _lost(self) -> None:
+        self._ended(PeerLost("The peer has ended, or closed its transport."))
+
+    def _ended(self, reason: PeerLost) -> None:
+        if self._flush is not None:
+            self._flush.cancel()
+        self._offers.clear()
+        self._known.clear()
+        self._of_message.clear()
+        if not self.welcome.done():
+            self.welcome.set_exception(reason)
+        self._on_end(self)
+        unfinished, self._unfinished = self._unfinished, {}
+        for send in unfinished.values():
+            send.fail(reason)
+
+    def _show(self, memory: SharedMemory) -> int:
+        number = self._known[memory] = self._next_number
+        self._next_number += 1
+        self._socket.send(packets.memory(number, memory.num_bytes), memory.file)
+        return number
+
+    def _send_offers(self) -> None:
+        self._flush = None
+        offers, self._offers = self._offers, []
+        for packet in packets.offers(offers):
+            self._socket.send(packet)
+
+    def _on_packet(self, packet: bytes, descriptor: int | None) -> None:
+        assert descriptor is None, "receivers send no descriptors"
+        kind, body = packet[:1], packet[1:]
+        if kind == packets.WELCOME and not self.welcome.done():
+            self.welcome.set_result(None)
+        elif kind == packets.TAKEN:
+            for tag in packets.read_taken(body):
+                self._taken(tag)
+
+    def _taken(self, tag: int) -> None:
+        if (memory := self._of_message.pop(tag, None)) is not None:
+            self._socket.send(packets.forget(self._known.pop(memory)))
+            memory.close()
+        if (send := self._unfinished.pop(tag, None)) is not None:
+            send.complete()
+
+
+def _copied(buffer: Buffer) -> SharedMemory:
+    memory = SharedMemory(buffer.nbytes)
+    np.copyto(memory.bytes, buffer)
+    return memory

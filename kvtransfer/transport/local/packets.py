@@ -1,0 +1,93 @@
+"""What two processes say to each other over a Unix socket of packets. Pure.
+
+sender                           receiver
+HELLO token                 ->
+                            <-   WELCOME
+MEMORY id, size, descriptor ->                  maps the memory
+OFFER (tag, id, from, size) ->                  copies each message into the buffer of its receive
+                            <-   TAKEN tags     the sender may use the messages' memory again
+FORGET id                   ->                  unmaps the memory
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+#: First byte of each packet.
+HELLO, WELCOME, MEMORY, OFFER, TAKEN, FORGET = b"H", b"W", b"M", b"O", b"T", b"F"
+TOKEN_BYTES = 32
+#: Offers and tags of one packet: with them it has less than a socket's buffer holds.
+MAX_RECORDS = 1024
+
+_OFFER = struct.Struct("<QIQQ")
+_TAG = struct.Struct("<Q")
+_MEMORY = struct.Struct("<IQ")
+_FORGET = struct.Struct("<I")
+MAX_PACKET_BYTES = 1 + MAX_RECORDS * _OFFER.size
+
+
+class Malformed(Exception):
+    """A packet that no process of this version sends."""
+
+
+class Offer(NamedTuple):
+    """A message that waits in memory of the sender."""
+
+    tag: int
+    memory: int
+    start: int
+    num_bytes: int
+
+
+def offers(given: Sequence[Offer]) -> Iterator[bytes]:
+    """The packets with these offers."""
+    for first in range(0, len(given), MAX_RECORDS):
+        yield OFFER + b"".join(_OFFER.pack(*each) for each in given[first : first + MAX_RECORDS])
+
+
+def read_offers(body: bytes) -> Iterable[Offer]:
+    """The offers of a packet. Raises `Malformed`."""
+    if len(body) % _OFFER.size:
+        raise Malformed
+    return map(Offer._make, _OFFER.iter_unpack(body))
+
+
+def taken(tags: Sequence[int]) -> Iterator[bytes]:
+    """The packets with these tags."""
+    for first in range(0, len(tags), MAX_RECORDS):
+        yield TAKEN + b"".join(map(_TAG.pack, tags[first : first + MAX_RECORDS]))
+
+
+def read_taken(body: bytes) -> Iterable[int]:
+    """The tags of a packet. Raises `Malformed`."""
+    if len(body) % _TAG.size:
+        raise Malformed
+    return (tag for (tag,) in _TAG.iter_unpack(body))
+
+
+def memory(number: int, num_bytes: int) -> bytes:
+    """The packet that comes with a descriptor of `num_bytes` of memory."""
+    return MEMORY + _MEMORY.pack(number, num_bytes)
+
+
+def read_memory(body: bytes) -> tuple[int, int]:
+    """Number and size in bytes. Raises `Malformed`."""
+    if len(body) != _MEMORY.size:
+        raise Malformed
+    number, num_bytes = _MEMORY.unpack(body)
+    return number, num_bytes
+
+
+def forget(number: int) -> bytes:
+    """The packet after which nothing is offered from this memory."""
+    return FORGET + _FORGET.pack(number)
+
+
+def read_forget(body: bytes) -> int:
+    """The number of the memory. Raises `Malformed`."""
+    if len(body) != _FORGET.size:
+        raise Malformed
+    (number,) = _FORGET.unpack(body)
+    return int(number)

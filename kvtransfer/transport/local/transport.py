@@ -1,0 +1,222 @@
+"""The transport between processes of one host, whose receiver pulls."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from kvtransfer.transport.base import Buffer, Operation, Peer
+from kvtransfer.transport.local.address import LocalAddress
+from kvtransfer.transport.local.incoming_peer import IncomingPeer, OfferedMessage
+from kvtransfer.transport.local.outgoing_peer import LocalPeer
+from kvtransfer.transport.local.socket_directory import SocketDirectory
+from kvtransfer.transport.tag_matcher import TagMatcher
+from pdserve.base.errors import PeerLost, TransferError
+from pdserve.base.shared_memory import SharedMemory
+
+#: Bytes that are copied before the event loop hears of it, and their sender.
+_REPORTED_BYTES = 4 << 20
+#: A peer that does not answer to a connection for so long is lost.
+_WELCOME_S = 2.0
+
+_Match = tuple[OfferedMessage, Operation]
+
+
+class LocalTransport:
+    """Implements `Transport`. Messages in memory that was `share`d are copied once, by a thread of the receiver."""
+
+    name = "local"
+
+    def __init__(self, directory: SocketDirectory) -> None:
+        """`directory`: where the sockets of this user's processes are."""
+        self._directory = directory
+        self._listener: socket.socket | None = None
+        self._address: LocalAddress | None = None
+        self._memories: list[SharedMemory] = []
+        self._peers: set[LocalPeer] = set()
+        self._senders: set[IncomingPeer] = set()
+        self._matcher: TagMatcher[OfferedMessage] = TagMatcher(self._drop)
+        #: Whether a receive that a message came for still waits for it; another transport may have been faster.
+        self.may_take: Callable[[Operation], bool] = lambda receive: True
+        self._copying: set[Operation] = set()
+        self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copies")
+        self._loop = asyncio.get_running_loop()
+
+    def share(self, memory: SharedMemory) -> None:
+        """Messages in this memory are sent from where they are."""
+        self._memories.append(memory)
+
+    def unshare(self, memory: SharedMemory) -> None:
+        """Messages in this memory are copied before they are sent. Connected peers may keep it mapped."""
+        self._memories.remove(memory)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether this process shares memory."""
+        return bool(self._memories)
+
+    @property
+    def address(self) -> LocalAddress:
+        """Where this process takes messages. The first call starts to listen. Raises: SetupError."""
+        if self._address is None:
+            self._listener, self._address = self._directory.listen()
+            self._loop.add_reader(self._listener, self._accept)
+        return self._address
+
+    async def listen(self) -> bytes:
+        """The packed address."""
+        return self.address.pack()
+
+    def reaches(self, address: LocalAddress) -> bool:
+        """Whether the address is in this process's directory."""
+        return address.directory == self._directory.identity
+
+    async def connect(self, address: bytes) -> LocalPeer:
+        """Connects to a process of this user."""
+        target = LocalAddress.unpack(address)
+        peer = LocalPeer(self._directory.connect(target), target.token, self._peers.discard)
+        self._peers.add(peer)
+        try:
+            async with asyncio.timeout(_WELCOME_S):
+                await asyncio.shield(peer.welcome)
+        except TimeoutError:
+            peer.end(PeerLost(f"The peer at its local socket does not answer for {_WELCOME_S:.0f} s."))
+            await peer.welcome
+        except BaseException:
+            peer.end(PeerLost("The connection was given up."))
+            raise
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        """Fails the peer's unfinished sends at once: the receiver's digests refuse what it copies later."""
+        _own(peer).end(PeerLost("The peer was disconnected."))
+
+    def post_receive(self, tag: int, buffer: Buffer, digest: Callable[[Buffer], bytes] | None = None) -> Operation:
+        """Receives one message."""
+        receive = Operation(tag, buffer, digest)
+        self.expect(receive)
+        return receive
+
+    def expect(self, receive: Operation) -> None:
+        """Receives into an operation, which another transport may complete, too."""
+        early = self._matcher.post(receive)
+        if early is not None:
+            self._take([(early, receive)])
+
+    def forget(self, receive: Operation) -> bool:
+        """Takes a receive back, unless its message is being copied. Whether it waited."""
+        return self._matcher.withdraw(receive)
+
+    def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
+        """Offers a message."""
+        send = Operation(tag, buffer)
+        _own(peer).send(send, self._memories)
+        return send
+
+    async def cancel(self, receives: Iterable[Operation]) -> None:
+        """Withdraws waiting receives, and waits for copies."""
+        receives = list(receives)
+        for receive in receives:
+            if self._matcher.withdraw(receive):
+                receive.mark_cancelled()
+        await self.until_copied(receives)
+
+    async def until_copied(self, receives: Iterable[Operation]) -> None:
+        """Returns when none of the receives is being copied."""
+        for receive in receives:
+            if receive in self._copying:
+                await receive.ended()
+
+    async def close(self) -> None:
+        """Ends all connections, and waits for copies."""
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        if self._address is not None:
+            self._directory.remove(self._address)
+            self._address = None
+        receives, messages = self._matcher.clear()
+        for receive in receives:
+            receive.fail(PeerLost("The transport was closed."))
+        messages.clear()
+        for peer in list(self._peers):
+            peer.end(PeerLost("The transport was closed."))
+        await asyncio.to_thread(self._copies.shutdown)
+        await asyncio.sleep(0)  # What the thread has reported last.
+        for sender in self._senders:
+            sender.close()
+        self._senders.clear()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        assert self._address is not None
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError:  # It has gone again, or there is no descriptor for it.
+            return
+        accepted.setblocking(False)
+        self._senders.add(IncomingPeer(accepted, self._address.token, self._on_offers, self._on_end))
+
+    def _on_end(self, sender: IncomingPeer) -> None:
+        self._senders.discard(sender)
+        self._matcher.drop_early(lambda message: message.sender is sender)
+
+    def _on_offers(self, messages: Sequence[OfferedMessage]) -> None:
+        matches = []
+        for message in messages:
+            receive = self._matcher.arrive(message.tag, message)
+            if receive is not None:
+                matches.append((message, receive))
+        self._take(matches)
+
+    def _take(self, matches: Sequence[_Match]) -> None:
+        """Copies messages to their receives, on the thread."""
+        fitting: list[_Match] = []
+        for message, receive in matches:
+            if not self.may_take(receive):
+                self._drop(message)
+            elif message.sender.closed:
+                receive.fail(PeerLost("The sender has ended."))
+            elif message.buffer.nbytes != receive.buffer.nbytes:
+                self._drop(message)
+                sizes = f"{message.buffer.nbytes} bytes came for a receive of {receive.buffer.nbytes}"
+                receive.fail(TransferError(f"A message of {sizes}."))
+            else:
+                fitting.append((message, receive))
+                self._copying.add(receive)
+        if fitting:
+            self._copies.submit(self._copy, fitting)
+
+    def _copy(self, matches: Sequence[_Match]) -> None:
+        """On the thread. Reports in between, so that senders go on."""
+        first = copied_bytes = 0
+        for index, (message, receive) in enumerate(matches):
+            np.copyto(receive.buffer, message.buffer)
+            receive.find_digest()  # While the bytes are in the processor's cache.
+            copied_bytes += receive.buffer.nbytes
+            if copied_bytes >= _REPORTED_BYTES or index == len(matches) - 1:
+                self._loop.call_soon_threadsafe(self._copied, matches[first : index + 1])
+                first, copied_bytes = index + 1, 0
+
+    def _copied(self, matches: Sequence[_Match]) -> None:
+        tags: dict[IncomingPeer, list[int]] = defaultdict(list)
+        for message, receive in matches:
+            tags[message.sender].append(message.tag)
+            self._copying.discard(receive)
+            receive.complete()
+        for sender, taken in tags.items():
+            sender.taken(taken)
+
+    def _drop(self, message: OfferedMessage) -> None:
+        message.sender.taken([message.tag])
+
+
+def _own(peer: Peer) -> LocalPeer:
+    assert isinstance(peer, LocalPeer), "a peer is used with the transport that connected it"
+    return peer

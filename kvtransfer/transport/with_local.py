@@ -1,0 +1,108 @@
+"""UCX between hosts, and the local transport within one: a process takes messages from both, for the same receives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvtransfer.transport.base import Buffer, Operation, Peer, TransportGuard
+from kvtransfer.transport.local.address import LocalAddress
+from kvtransfer.transport.local.outgoing_peer import LocalPeer
+from kvtransfer.transport.local.transport import LocalTransport
+from kvtransfer.transport.path import LOCAL
+from kvtransfer.transport.ucx import UcxTransport
+from pdserve.base.shared_memory import SharedMemory
+
+#: What `lanes` reports of a local peer.
+LOCAL_LANES = (LOCAL,)
+
+
+class WithLocal:
+    """Implements `Transport`, `LaneReporter`, `GuardedTransport` and `LocalTransports`."""
+
+    def __init__(self, remote: UcxTransport, local: LocalTransport) -> None:
+        self._remote = remote
+        self._local = local
+        local.may_take = remote.withdraw
+        self.name = remote.name
+
+    @property
+    def guard(self) -> TransportGuard:
+        """The guard of UCX. Local sockets have the rights of their directory."""
+        return self._remote.guard
+
+    @property
+    def local_address(self) -> LocalAddress | None:
+        """Where processes of this host send to; None: this process shares no memory with them."""
+        return self._local.address if self._local.has_memory else None
+
+    def share(self, memory: SharedMemory) -> None:
+        """Messages in this memory are sent to processes of this host from where they are."""
+        self._local.share(memory)
+
+    def unshare(self, memory: SharedMemory) -> None:
+        """From now on messages in this memory are copied before they are sent."""
+        self._local.unshare(memory)
+
+    def reaches(self, address: LocalAddress) -> bool:
+        """Whether both processes share memory, and the address is in this one's directory."""
+        return self._local.has_memory and self._local.reaches(address)
+
+    def is_local(self, peer: Peer) -> bool:
+        """Whether the peer was connected to within the host."""
+        return isinstance(peer, LocalPeer)
+
+    async def listen(self) -> bytes:
+        """The data address of UCX. Local senders can connect, too."""
+        await self._local.listen()
+        return await self._remote.listen()
+
+    async def connect(self, address: bytes) -> Peer:
+        """Connects over UCX."""
+        return await self._remote.connect(address)
+
+    async def connect_locally(self, address: LocalAddress) -> Peer:
+        """Connects within the host. Raises: PeerLost."""
+        return await self._local.connect(address.pack())
+
+    def disconnect(self, peer: Peer) -> None:
+        """Disconnects."""
+        self._of(peer).disconnect(peer)
+
+    def post_receive(self, tag: int, buffer: Buffer, digest: Callable[[Buffer], bytes] | None = None) -> Operation:
+        """Receives a message from either."""
+        receive = self._remote.post_receive(tag, buffer, digest)
+        if not receive.done:
+            self._local.expect(receive)
+            receive.add_done_callback(self._forget)
+        return receive
+
+    def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
+        """Starts sending."""
+        return self._of(peer).post_send(peer, tag, buffer)
+
+    async def cancel(self, receives: Iterable[Operation]) -> None:
+        """Withdraws receives from both."""
+        receives = list(receives)
+        for receive in receives:
+            self._local.forget(receive)
+        await self._local.until_copied(receives)
+        await self._remote.cancel(receives)
+
+    async def close(self) -> None:
+        """Closes both."""
+        await self._local.close()
+        await self._remote.close()
+
+    def offered_lanes(self) -> tuple[str, ...]:
+        """What UCX can use here."""
+        return self._remote.offered_lanes()
+
+    def lanes(self, peer: Peer) -> tuple[str, ...]:
+        """What the connection uses."""
+        return LOCAL_LANES if isinstance(peer, LocalPeer) else self._remote.lanes(peer)
+
+    def _forget(self, receive: Operation) -> None:
+        self._local.forget(receive)
+
+    def _of(self, peer: Peer) -> UcxTransport | LocalTransport:
+        return self._local if isinstance(peer, LocalPeer) else self._remote

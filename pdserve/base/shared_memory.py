@@ -1,0 +1,75 @@
+"""Memory that other processes of this host can map to read it, by a descriptor. Without torch."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+#: Nobody maps the memory to write to it from now on (Linux 5.1; not in Python's `fcntl`).
+_F_SEAL_FUTURE_WRITE = 0x10
+#: A reader would get SIGBUS behind the end of a file that has shrunk.
+_SEALS_OF_READERS = fcntl.F_SEAL_SHRINK
+
+
+class SharedMemory:
+    """Bytes of this process, zero at first, allocated page by page when they are written to.
+
+    The memory lives as long as anything has a view of `bytes`, here or in another process.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        """Raises `OSError` where the system has none, or the size cannot be mapped."""
+        self.num_bytes = num_bytes
+        self._file = os.memfd_create("pdserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._file, num_bytes)
+            memory = mmap.mmap(self._file, num_bytes)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
+        except BaseException:
+            os.close(self._file)
+            self._file = -1
+            raise
+        with suppress(OSError):  # Where the system has no large pages for shared memory.
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        #: uint8 [num_bytes], writable.
+        self.bytes: Bytes = np.frombuffer(memory, np.uint8)
+        self._start = self.bytes.ctypes.data
+
+    @property
+    def file(self) -> int:
+        """The descriptor, which `close` ends."""
+        return self._file
+
+    def offset_of(self, buffer: Bytes) -> int | None:
+        """Where a contiguous buffer lies in the memory; None: it lies elsewhere."""
+        offset = buffer.__array_interface__["data"][0] - self._start
+        return offset if 0 <= offset <= self.num_bytes - buffer.nbytes else None
+
+    def close(self) -> None:
+        """Nobody else can map the memory any more. Views of it stay valid."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def map_to_read(file: int, num_bytes: int) -> Bytes:
+    """The first bytes of a descriptor of another process's `SharedMemory`, read-only.
+
+    Raises: OSError, ValueError when it is none, or is smaller.
+    """
+    if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS_OF_READERS:
+        raise ValueError("the memory could shrink while it is read")
+    if os.fstat(file).st_size < num_bytes:
+        raise ValueError(f"the memory has fewer than {num_bytes} bytes")
+    return np.frombuffer(mmap.mmap(file, num_bytes, prot=mmap.PROT_READ), np.uint8)

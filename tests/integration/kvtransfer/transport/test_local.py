@@ -1,0 +1,305 @@
+"""The transport within a host: what is mapped, who may send, and when UCX is used instead."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtransfer.transport import open_transport
+from kvtransfer.transport.local import packets
+from kvtransfer.transport.local.address import LocalAddress
+from kvtransfer.transport.local.socket_directory import SocketDirectory
+from kvtransfer.transport.local.transport import LocalTransport
+from kvtransfer.transport.with_local import WithLocal
+from pdserve.base.errors import PeerLost, SetupError
+from pdserve.base.shared_memory import SharedMemory, map_to_read
+from tests.integration.kvtransfer.memory import payload_of
+from tests.support.deadline import DEADLINE_S
+
+SIZE = 1 << 20
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> SocketDirectory:
+    return SocketDirectory(tmp_path)
+
+
+@pytest.fixture
+async def start(directory: SocketDirectory) -> AsyncIterator[Callable[[], LocalTransport]]:
+    """Opens transports; closes them at the end."""
+    opened: list[LocalTransport] = []
+
+    def start() -> LocalTransport:
+        opened.append(LocalTransport(directory))
+        return opened[-1]
+
+    yield start
+    for transport in opened:
+        await transport.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110 - nothing reports it
+            await asyncio.sleep(0.002)
+
+
+def mapped_to_read() -> int:
+    """How many memories of other processes this one has mapped."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return sum("r--s" in line and "memfd:pdserve" in line for line in lines)
+
+
+def filled(tag: int) -> SharedMemory:
+    memory = SharedMemory(SIZE)
+    memory.bytes[:] = payload_of(tag, SIZE)
+    return memory
+
+
+async def test_shared_memory_is_mapped_once_and_until_the_sender_has_gone(start: Callable[[], LocalTransport]) -> None:
+    sender, receiver, memory = start(), start(), filled(1)
+    sender.share(memory)
+    peer = await sender.connect(await receiver.listen())
+    for tag in range(20):
+        start_byte = tag * 1000
+        receive = receiver.post_receive(tag, np.zeros(1000, np.uint8))
+        await sender.post_send(peer, tag, memory.bytes[start_byte : start_byte + 1000])
+        await receive
+        assert np.array_equal(receive.buffer, memory.bytes[start_byte : start_byte + 1000])
+        assert mapped_to_read() == 1
+    sender.disconnect(peer)
+    await until(lambda: mapped_to_read() == 0)
+
+
+async def test_a_message_elsewhere_is_copied_and_the_copy_is_unmapped(start: Callable[[], LocalTransport]) -> None:
+    sender, receiver = start(), start()
+    peer = await sender.connect(await receiver.listen())
+    receives = [receiver.post_receive(tag, np.zeros(SIZE, np.uint8)) for tag in range(4)]
+    payloads = [payload_of(tag, SIZE) for tag in range(4)]
+    sends = [sender.post_send(peer, tag, payload) for tag, payload in enumerate(payloads)]
+    for payload in payloads:
+        payload[:] = 0
+    for operation in (*sends, *receives):
+        await operation
+    assert all(np.array_equal(receive.buffer, payload_of(receive.tag, SIZE)) for receive in receives)
+    await until(lambda: mapped_to_read() == 0)
+
+
+async def test_digests_are_of_what_has_arrived(start: Callable[[], LocalTransport]) -> None:
+    sender, receiver = start(), start()
+    peer = await sender.connect(await receiver.listen())
+    receive = receiver.post_receive(1, np.zeros(100, np.uint8), lambda buffer: bytes(buffer[:3]))
+    await sender.post_send(peer, 1, payload_of(1, 100))
+    await receive
+    assert receive.digest == bytes(payload_of(1, 3))
+
+
+async def test_messages_of_a_sender_that_has_gone_are_dropped(start: Callable[[], LocalTransport]) -> None:
+    sender, receiver, other = start(), start(), start()
+    address = await receiver.listen()
+    peer = await sender.connect(address)
+    early = sender.post_send(peer, 7, payload_of(7, 100))
+    to_receiver = await other.connect(address)
+    receive = receiver.post_receive(8, np.zeros(100, np.uint8))
+    await other.post_send(to_receiver, 8, payload_of(8, 100))
+    await receive
+    sender.disconnect(peer)
+    assert isinstance(early.error, PeerLost)
+    await until(lambda: mapped_to_read() == 0)
+    again = receiver.post_receive(7, np.zeros(100, np.uint8))
+    await other.post_send(to_receiver, 7, payload_of(9, 100))
+    await again
+    assert np.array_equal(again.buffer, payload_of(9, 100))
+
+
+async def test_who_does_not_know_the_token_is_refused(start: Callable[[], LocalTransport]) -> None:
+    sender, receiver = start(), start()
+    await receiver.listen()
+    address = receiver.address
+    wrong = LocalAddress(directory=address.directory, name=address.name, token=bytes(32))
+    with pytest.raises(PeerLost):
+        await sender.connect(wrong.pack())
+    await sender.connect(address.pack())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+async def test_another_user_is_refused(start: Callable[[], LocalTransport], directory: SocketDirectory) -> None:
+    receiver = start()
+    await receiver.listen()
+    path, token = directory.path / receiver.address.name, receiver.address.token
+    for each in (path, *list(path.parents)[:-1]):
+        each.chmod(0o777)
+    code = (
+        "import os, socket, sys; os.setuid(12345); s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET);"
+        "s.connect(sys.argv[1]); s.send(b'H' + bytes.fromhex(sys.argv[2])); print(s.recv(9))"
+    )
+    process = await asyncio.create_subprocess_exec(
+        *("python3", "-c", code, str(path), token.hex()), stdout=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(DEADLINE_S):
+        output, _ = await process.communicate()
+    assert output == b"b''\n"
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"?",
+        packets.OFFER + bytes(5),
+        packets.OFFER + bytes(28),
+        packets.MEMORY + bytes(12),
+        packets.FORGET,
+        packets.HELLO + bytes(32),
+    ],
+)
+async def test_a_sender_of_nonsense_is_cut_off_and_no_other_one(
+    start: Callable[[], LocalTransport], directory: SocketDirectory, packet: bytes
+) -> None:
+    sender, receiver = start(), start()
+    peer = await sender.connect(await receiver.listen())
+    loop = asyncio.get_running_loop()
+    with directory.connect(receiver.address) as raw:
+        raw.send(packets.HELLO + receiver.address.token)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await loop.sock_recv(raw, 9) == packets.WELCOME
+            raw.send(packet)
+            assert await loop.sock_recv(raw, 9) == b""
+    receive = receiver.post_receive(1, np.zeros(100, np.uint8))
+    await sender.post_send(peer, 1, payload_of(1, 100))
+    await receive
+
+
+async def test_memory_that_could_shrink_is_not_mapped(
+    start: Callable[[], LocalTransport], directory: SocketDirectory
+) -> None:
+    """A reader behind its end would get SIGBUS."""
+    receiver = start()
+    await receiver.listen()
+    loop = asyncio.get_running_loop()
+    file = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, SIZE)
+    with pytest.raises(ValueError, match="shrink"):
+        map_to_read(file, SIZE)
+    with directory.connect(receiver.address) as raw:
+        raw.send(packets.HELLO + receiver.address.token)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await loop.sock_recv(raw, 9) == packets.WELCOME
+            socket.send_fds(raw, [packets.memory(0, SIZE)], [file])
+            assert await loop.sock_recv(raw, 9) == b""
+    os.close(file)
+    assert mapped_to_read() == 0
+
+
+def test_readers_cannot_write_and_owners_cannot_shrink() -> None:
+    memory = SharedMemory(SIZE)
+    with pytest.raises(ValueError, match="read-only"):
+        map_to_read(memory.file, SIZE)[0] = 1
+    with pytest.raises(ValueError, match="fewer"):
+        map_to_read(memory.file, SIZE + 1)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.file, SIZE // 2)
+    memory.bytes[5] = 7
+    view = map_to_read(memory.file, SIZE)
+    memory.close()
+    assert view[5] == 7
+
+
+async def test_sockets_of_processes_that_have_ended_are_removed(directory: SocketDirectory) -> None:
+    listener, dead = directory.listen()
+    listener.close()
+    alive, address = directory.listen()
+    assert [path.name for path in directory.path.iterdir()] == [address.name]
+    with pytest.raises(PeerLost):
+        directory.connect(dead)
+    alive.close()
+    directory.remove(address)
+    assert not [*directory.path.iterdir()]
+
+
+def test_a_directory_that_anybody_may_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(SetupError, match="anybody may write"):
+        SocketDirectory(tmp_path)
+
+
+class Pair:
+    """Two workers' transports, both of which have UCX, too."""
+
+    def __init__(self, sender: Path, receiver: Path) -> None:
+        self.sender, self.receiver = opened(sender), opened(receiver)
+
+
+def opened(path: Path) -> WithLocal:
+    transport = open_transport("ucx", local_sockets=SocketDirectory(path))
+    assert isinstance(transport, WithLocal)
+    transport.share(SharedMemory(SIZE))
+    return transport
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    pair = Pair(tmp_path, tmp_path)
+    yield pair
+    await pair.sender.close()
+    await pair.receiver.close()
+
+
+async def test_receives_are_for_either_way_and_end_once(pair: Pair) -> None:
+    over_ucx = await pair.sender.connect(await pair.receiver.listen())
+    assert pair.receiver.local_address is not None
+    local = await pair.sender.connect_locally(pair.receiver.local_address)
+    assert (pair.sender.is_local(over_ucx), pair.sender.is_local(local)) == (False, True)
+    assert pair.sender.lanes(local) == ("local",)
+    receives = [pair.receiver.post_receive(tag, np.zeros(50_000, np.uint8)) for tag in range(40)]
+    sends = [pair.sender.post_send((over_ucx, local)[tag % 2], tag, payload_of(tag, 50_000)) for tag in range(40)]
+    for operation in (*sends, *receives):
+        await operation
+    assert all(np.array_equal(receive.buffer, payload_of(receive.tag, 50_000)) for receive in receives)
+    # The same tags again: neither transport has kept one.
+    for peer in (local, over_ucx):
+        receive = pair.receiver.post_receive(3, np.zeros(100, np.uint8))
+        await pair.sender.post_send(peer, 3, payload_of(5, 100))
+        await receive
+        assert np.array_equal(receive.buffer, payload_of(5, 100))
+
+
+async def test_cancelled_receives_are_written_by_neither(pair: Pair) -> None:
+    over_ucx = await pair.sender.connect(await pair.receiver.listen())
+    assert pair.receiver.local_address is not None
+    local = await pair.sender.connect_locally(pair.receiver.local_address)
+    receives = [pair.receiver.post_receive(tag, np.zeros(SIZE, np.uint8)) for tag in range(32)]
+    sends = [pair.sender.post_send((over_ucx, local)[tag % 2], tag, payload_of(tag, SIZE)) for tag in range(24)]
+    await receives[5]
+    await pair.receiver.cancel(receives)
+    assert all(receive.done for receive in receives)
+    for receive in receives:
+        receive.buffer[:] = 7
+    for send in sends:
+        await send
+    late = [pair.sender.post_send((over_ucx, local)[tag % 2], tag, payload_of(tag, 100)) for tag in range(24, 32)]
+    for send in late:
+        await send
+    assert all((receive.buffer == 7).all() for receive in receives)
+
+
+def test_sockets_in_another_directory_are_out_of_reach(tmp_path: Path) -> None:
+    async def reached(sender: str, receiver: str) -> bool:
+        (tmp_path / sender).mkdir(exist_ok=True)
+        (tmp_path / receiver).mkdir(exist_ok=True)
+        pair = Pair(tmp_path / sender, tmp_path / receiver)
+        await pair.receiver.listen()
+        assert pair.receiver.local_address is not None
+        try:
+            return pair.sender.reaches(pair.receiver.local_address)
+        finally:
+            await pair.sender.close()
+            await pair.receiver.close()
+
+    assert asyncio.run(reached("a", "a"))
+    assert not asyncio.run(reached("a", "b"))
