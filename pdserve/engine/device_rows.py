@@ -106,7 +106,7 @@ class RowPreparer:
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this row's
                 found = True
                 self._failures[index] = unprepared(error)
-                self._sound[index] = _stand_in(row)
+                self._sound[index] = stand_in(row)
         return found
 
     def _is_unchanged(self, rows: Items[SampleRow]) -> bool:
@@ -114,7 +114,7 @@ class RowPreparer:
         return len(rows) == len(self._rows) and all(row is last for row, last in zip(rows, self._rows, strict=True))
 
 
-def _stand_in(row: SampleRow) -> SampleRow:
+def stand_in(row: SampleRow) -> SampleRow:
     """A row that can always be prepared, and has a slot in the history if `row` has one."""
     params = SamplingParams(temperature=0.0, presence_penalty=float(row.penalizes))
     return SampleRow(params=params, choice_index=0, tokens=array("q", [0]), num_prompt=1)

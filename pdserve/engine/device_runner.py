@@ -6,12 +6,14 @@ All steps run in one stream. So a step sees all writes of earlier ones, and may 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from kernels.decoder import LayerListener
+from pdserve.engine.device_rows import stand_in
 from pdserve.engine.mask_threads import sampled_but
 from pdserve.engine.runner import ReportLayers, Results, Runner, StepCache, TokenSampler
 from pdserve.engine.sequence import SampleResult, SampleRow
@@ -53,8 +55,25 @@ class NonBlockingSampler(TokenSampler, Protocol):
         """As `sample`, without waiting. `is_ahead`: sample one token beyond the next one of each row."""
 
 
+@dataclass(slots=True)
+class _LastStep:
+    """The step launched last, of which the device has everything but perhaps the sampling."""
+
+    plan: StepPlan
+    logits: Tensor
+    #: Waits for the sampled tokens; None: sampling is not launched yet.
+    results: Results | None = None
+    #: Tokens on the device, in the order of the rows; None: not of all rows.
+    token_ids: Tensor | None = None
+
+
 class DeviceRunner(Runner):
-    """A `Runner` with at most two steps in flight."""
+    """A `Runner` with at most two steps in flight.
+
+    A step planned ahead takes its tokens from the step before, on the device. If what may follow them depends on them,
+    as with a grammar, only its forward pass is launched ahead. It is sampled when they are known, and what may follow
+    is found while the device computes the pass.
+    """
 
     overlaps = True
     _decoder: NonBlockingDecoder
@@ -62,22 +81,55 @@ class DeviceRunner(Runner):
 
     def __init__(self, decoder: NonBlockingDecoder, kv_cache: StepCache, sampler: NonBlockingSampler) -> None:
         super().__init__(decoder, kv_cache, sampler)
-        #: Tokens of the step launched last, in the order of its rows.
-        self._token_ids: Tensor | None = None
+        self._last: _LastStep | None = None
 
     def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:
-        """As `Runner.launch`. A step planned ahead takes its tokens from the step before, on the device."""
-        rows, logits_rows = plan.sample_rows()
+        """As `Runner.launch`."""
+        rows, _ = plan.sample_rows()
+        before, self._last = self._last, None
         if batch is None or not rows:
             return super().launch(plan, batch, report_layers)
-        self._masks.start(plan)
+        follow = plan.is_ahead and any(row.follows_next for row in rows)
+        if not follow:
+            self._masks.start(rows)
         on_layer = self._prepare(plan, report_layers)
-        token_ids = self._token_ids if plan.is_ahead else None
+        token_ids = before.token_ids if plan.is_ahead and before is not None else None
         logits = self._decoder.forward(batch, self.kv_cache.tensor, on_layer, token_ids=token_ids)
+        step = self._last = _LastStep(plan, logits)
+        if not follow:
+            self._sample(step, rows, is_ahead=plan.is_ahead)
+        return partial(self._results, step)
+
+    def settle(self) -> bool:
+        """As `Runner.settle`. Sampling that had to wait for the tokens of the step before can be launched now."""
+        step = self._last
+        if step is None:
+            return False
+        self._sample_later(step)
+        return step.token_ids is not None
+
+    def _results(self, step: _LastStep) -> list[SampleResult]:
+        self._sample_later(step)
+        assert step.results is not None
+        return step.results()
+
+    def _sample_later(self, step: _LastStep) -> None:
+        """Samples with the tokens of the step before. Sequences that have ended with them have results for nobody."""
+        if step.results is not None:
+            return
+        rows = [
+            row if sequence.block_table else stand_in(row)
+            for sequence, row in zip(step.plan.decoding, step.plan.sample_rows()[0], strict=True)
+        ]
+        self._masks.start(rows)
+        self._sample(step, rows, is_ahead=False)
+
+    def _sample(self, step: _LastStep, rows: Items[SampleRow], *, is_ahead: bool) -> None:
+        _, logits_rows = step.plan.sample_rows()
         if late := self._masks.late():
             self._sampler.wait_for_step()
-            results = sampled_but(late, rows, logits_rows, partial(self._sampler.sample, logits))
-            return lambda: results
-        samples = self._sampler.launch(logits, rows, logits_rows, is_ahead=plan.is_ahead)
-        self._token_ids = samples.token_ids
-        return samples.results
+            results = sampled_but(late, rows, logits_rows, partial(self._sampler.sample, step.logits))
+            step.results = lambda: results
+            return
+        samples = self._sampler.launch(step.logits, rows, logits_rows, is_ahead=is_ahead)
+        step.results, step.token_ids = samples.results, samples.token_ids

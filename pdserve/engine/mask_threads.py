@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from pdserve.base.logs import get_logger
 from pdserve.engine.sequence import DELAYED, SampleResult, SampleRow
-from pdserve.engine.step import StepPlan
 
 log = get_logger(__name__)
 
@@ -31,9 +30,9 @@ class MaskThreads:
         self._rows: list[SampleRow] = []
         self._job: Future[list[SampleRow]] | None = None
 
-    def start(self, plan: StepPlan) -> None:
-        """Begins with the rows of the plan that have a grammar."""
-        self._rows = plan.rows_with_grammar()
+    def start(self, rows: Items[SampleRow]) -> None:
+        """Begins with those of the rows that have a grammar."""
+        self._rows = [row for row in rows if row.grammar is not None]
         self._job = self._pool.submit(_find, self._rows) if self._rows else None
 
     def late(self) -> list[SampleRow]:

@@ -94,8 +94,12 @@ class Runner:
         The plan's reports are sent during the launch, if the decoder calls back after each layer. Raises
         `PassInterrupted`.
         """
-        self._masks.start(plan)
+        self._masks.start(plan.sample_rows()[0])
         return partial(self.sample, plan, self.forward(plan, batch, report_layers))
+
+    def settle(self) -> bool:
+        """Launch what the last step still lacks. Whether another one can be launched behind it."""
+        return self.overlaps
 
     def forward(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Tensor | None:
         """Copy blocks (copy-on-write), then run the forward pass: logits, float32 [num_logits, vocab].

@@ -85,6 +85,13 @@ class SampleRow:
         early = self._too_early(self.position) if self._knows_end else ()
         return self.grammar.allowed(self.tokens, self.num_prompt, early, self.listed)
 
+    @property
+    def follows_next(self) -> bool:
+        """Whether it depends on the next token which ones may follow it, so that it has to be known first."""
+        if self.rules is not None and self.rules.follow_output:
+            return True
+        return self.grammar is not None and not self.grammar.can_run_ahead(self.tokens, self.num_prompt)
+
     def find_allowed(self) -> None:
         """Finds what the grammar allows, on whichever thread, so that `allowed` returns at once."""
         if self.grammar is not None:

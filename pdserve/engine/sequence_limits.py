@@ -84,11 +84,7 @@ class SequenceLimits:
         The sequence may still end with that token, but only because of which one it is.
         """
         row = sequence.sampling
-        if row is None or (row.rules is not None and row.rules.follow_output):
-            return False  # What may follow a token is not known before the token.
-        if row.grammar is not None and not row.grammar.can_run_ahead(row.tokens, row.num_prompt):
-            return False
-        return not self._is_last(row.params, row.position, len(row.tokens))
+        return row is not None and not self._is_last(row.params, row.position, len(row.tokens))
 
     def sample_row(self, sequence: Sequence, choice_index: int) -> SampleRow:
         """The inputs of sampling the sequence's next token, and all later ones."""

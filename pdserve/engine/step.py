@@ -88,11 +88,6 @@ class StepPlan:
         """Those of prompts, and of preempted sequences."""
         return sum(chunk.stop - chunk.start for chunk in self.chunks if not chunk.is_output)
 
-    def rows_with_grammar(self) -> list[SampleRow]:
-        """Those of `sample_rows` whose next token a grammar restricts."""
-        rows = [each.sampling for each in self.decoding if each.sampling is not None and each.sampling.grammar]
-        return rows + [row for chunk in self.chunks for row in chunk.samples if row.grammar]
-
     def sample_rows(self) -> tuple[list[SampleRow], list[int]]:
         """All samples in order, and for each the row of logits that it is sampled from; n choices can share a row."""
         rows = [sequence.sampling for sequence in self.decoding if sequence.sampling is not None]

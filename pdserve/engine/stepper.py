@@ -7,10 +7,11 @@ the device never waits for the host:
     device           | ---------- 1 --------- | ----------- 2 ------------ | ------------ 3 -------------
 
 Step 3 is planned before the tokens of step 2 are known: it computes the same sequences and reads their tokens on the
-device. A sequence that ends in step 2 is still part of step 3, which writes to a block that is free by then. That block
-cannot be handed out before step 3 has been collected, because blocks are only allocated with nothing in flight: in
-calls, and in `Scheduler.schedule`. The one exception is `Scheduler.plan_ahead`, which allocates only if no sequence has
-ended.
+device. Where what may follow them depends on them, as with a grammar, step 3 is sampled when step 2 is collected
+(`DeviceRunner`). A sequence that ends in step 2 is still part of step 3, which writes to a block that is free by then.
+That block cannot be handed out before step 3 has been collected, because blocks are only allocated with nothing in
+flight: in calls, and in `Scheduler.schedule`. The one exception is `Scheduler.plan_ahead`, which allocates only if no
+sequence has ended.
 
 A step that runs on the CPU and computes only requests that have ended in the meantime (`EndedRequests`) ends between
 two layers, as if it had computed nothing.
@@ -103,7 +104,8 @@ class Stepper:
 
     def _launch_ahead(self, plan: StepPlan, may_go_on: Callable[[], bool]) -> _StepInFlight | None:
         """Launch the step after `plan`, the only one in flight, if it can be planned already and nothing else waits."""
-        if not self._runner.overlaps or not may_go_on():
+        # Also when nothing follows: the device may still wait for it.
+        if not self._runner.settle() or not may_go_on():
             return None
         scheduling_at = perf_counter()
         following = self._scheduler.plan_ahead(plan)

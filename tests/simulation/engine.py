@@ -68,6 +68,10 @@ class SimulatedRunner:
     def try_out(self, batch: object) -> None:
         """Nothing to warm up."""
 
+    def settle(self) -> bool:
+        """No step is launched ahead."""
+        return False
+
     def launch(
         self, plan: StepPlan, batch: object, report_layers: Callable[[LayersWritten], None] | None = None
     ) -> Callable[[], list[SampleResult]]:

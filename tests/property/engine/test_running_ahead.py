@@ -23,7 +23,7 @@ from pdserve.model.batch import Batch
 from tests.support.depth import IS_FULL
 from tests.unit.engine.fakes import BLOCK_SIZE, EOS, KEY, VOCAB, FakeDecoder, expected, limits
 from tests.unit.engine.late import LateWorker, WatchedPool
-from tests.unit.engine.letters import bounded, thinking
+from tests.unit.engine.letters import FOLLOWING, bounded, thinking
 
 ALWAYS = 2**32 - 1
 MAX_MODEL_LEN = 40
@@ -62,6 +62,7 @@ arrivals = st.builds(
         repetition_penalty=st.sampled_from([*[1.0] * 9, 1.2]),
         allowed_token_ids=st.sampled_from([*[()] * 5, tuple(range(3, VOCAB))]),
         bad_words=st.sampled_from([*[()] * 5, ((12,), (17,)), ((13, 14), (9, 10, 11), (20, 21))]),
+        grammar=st.sampled_from([*[""] * 5, FOLLOWING]),
         thinking=st.sampled_from([*[None] * 4, *(thinking(number, is_open=number > 2) for number in (0, 1, 3, 5, 9))]),
     ),
     after=st.integers(0, 3),
@@ -176,5 +177,6 @@ def _check(worker: LateWorker, request_id: RequestId, arrival: Arrival, *, has_f
 
 
 def _reason(tokens: list[int], params: SamplingParams) -> FinishReason:
-    is_stop = tokens[-1] in params.stop_token_ids or (tokens[-1] == EOS and not params.ignore_eos)
+    ends = bool(params.grammar) or not params.ignore_eos  # A grammar decides itself where its output ends.
+    is_stop = tokens[-1] in params.stop_token_ids or (tokens[-1] == EOS and ends)
     return FinishReason.STOP if is_stop else FinishReason.LENGTH

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +12,7 @@ import torch
 
 from pdserve.base.ids import BlockHash, BlockId, RequestId
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.device_rows import stand_in
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.pace import Pace
 from pdserve.engine.runner import ReportLayers, Results, Runner, StepDecoder, TokenSampler
@@ -31,7 +32,8 @@ class _Launched:
 
     plan: StepPlan
     batch: Batch | None
-    rows: list[SampleRow]
+    #: None: they are not known before the tokens of the step before are.
+    rows: list[SampleRow] | None
     logits_rows: list[int]
 
 
@@ -52,11 +54,26 @@ class LateRunner(Runner):
         launched = _Launched(
             plan=plan,
             batch=None if batch is None else replace(batch, **{name: getattr(batch, name).clone() for name in TENSORS}),
-            rows=[_as_launched(row, is_ahead=plan.is_ahead) for row in rows],
+            rows=None
+            if plan.is_ahead and any(row.follows_next for row in rows)
+            else [_as_launched(row, is_ahead=plan.is_ahead) for row in rows],
             logits_rows=logits_rows,
         )
         self.in_flight.append(launched)
         return partial(self._collect, launched)
+
+    def settle(self) -> bool:
+        if not self.in_flight:
+            return False
+        self._settle(self.in_flight[-1])
+        return True
+
+    def _settle(self, launched: _Launched) -> None:
+        if launched.rows is None:
+            launched.rows = [
+                _as_launched(row, is_ahead=False) if sequence.block_table else stand_in(row)
+                for sequence, row in zip(launched.plan.decoding, launched.plan.sample_rows()[0], strict=True)
+            ]
 
     def blocks_written(self) -> set[int]:
         """Blocks to which steps in flight write."""
@@ -69,8 +86,9 @@ class LateRunner(Runner):
         batch, is_ahead = launched.batch, launched.plan.is_ahead
         if batch is not None and is_ahead:
             batch.token_ids.copy_(self._token_ids.clamp(min=0))
-            for row, token_id in zip(launched.rows, batch.token_ids.tolist(), strict=True):
+            for row, token_id in zip(launched.rows or (), batch.token_ids.tolist(), strict=False):
                 row.tokens[-1] = token_id
+        self._settle(launched)
         logits = self.forward(launched.plan, batch)
         results: list[SampleResult] = []
         if logits is not None and launched.rows:
@@ -78,6 +96,21 @@ class LateRunner(Runner):
             self._token_ids = torch.tensor([r.token_id if isinstance(r, Sampled) else -1 for r in results])
         del self.in_flight[0]
         return results
+
+
+class _Found(ThinkingState):
+    """Allows what was allowed when the step was sampled."""
+
+    def __init__(self, allowed: TokenBits | None) -> None:
+        self._grammar, self._allowed = None, None if allowed is None else allowed.copy()
+
+    def required(self, tokens: array[int], num_prompt: int) -> TokenBits | None:
+        return None
+
+    def allowed(
+        self, tokens: array[int], num_prompt: int, banned: Collection[int] = (), listed: TokenBits | None = None
+    ) -> TokenBits | None:
+        return self._allowed
 
 
 class _AsLaunched(ThinkingState):
@@ -100,12 +133,18 @@ def _as_launched(row: SampleRow, *, is_ahead: bool) -> SampleRow:
         tokens=tokens,
         num_prompt=row.num_prompt,
         stop_ids=row.stop_ids,
-        grammar=_AsLaunched(row.grammar.required(row.tokens, row.num_prompt))
-        if isinstance(row.grammar, ThinkingState)
-        else None,
+        grammar=_grammar_as_launched(row),
         rules=row.rules,
         listed=row.listed,
     )
+
+
+def _grammar_as_launched(row: SampleRow) -> ThinkingState | None:
+    if row.grammar is None:
+        return None
+    if isinstance(row.grammar, ThinkingState):
+        return _AsLaunched(row.grammar.required(row.tokens, row.num_prompt))
+    return _Found(row.allowed())
 
 
 class WatchedPool(BlockPool):

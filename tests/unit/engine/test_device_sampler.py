@@ -257,16 +257,6 @@ def test_rows_with_grammars_get_the_tokens_of_the_host() -> None:
             each.tokens.append(draw.randrange(VOCAB))
 
 
-def test_a_row_with_a_grammar_does_not_run_ahead() -> None:
-    """What may follow a token is not known before it."""
-    limits = SequenceLimits(max_model_len=64, vocab_size=VOCAB)
-    sequence = Sequence.from_prompt(RequestId("r"), [1, 2], SamplingParams(max_tokens=9), hash_key=bytes(32))
-    sequence.sampling = limits.sample_row(sequence, 0)
-    assert limits.can_run_ahead(sequence)
-    sequence.sampling = with_grammar(sequence.sampling, RandomGrammar(1, VOCAB, 0.5))
-    assert not limits.can_run_ahead(sequence)
-
-
 def test_rows_with_rules_get_the_tokens_of_the_host() -> None:
     """Lists of allowed tokens and bad words, with a grammar and without, beside rows that have neither."""
     draw, sampler = random.Random(8), DeviceSampler(DEVICE)

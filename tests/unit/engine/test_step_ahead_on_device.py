@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import ClassVar, cast
 
 import pytest
 import torch
@@ -31,10 +34,12 @@ from pdserve.engine.step import StepOutput, StepPlan
 from pdserve.engine.stepper import Stepper
 from pdserve.model.batch import Batch
 from pdserve.model.decoder import Decoder
+from pdserve.model.thinking import OutputGrammar
 from tests.property.model.tiny_models import make_decoder
 from tests.support.depth import IS_FULL
 from tests.unit.engine.fakes import KEY
 from tests.unit.engine.late import WatchedScheduler
+from tests.unit.engine.letters import FOLLOWING, FollowingGrammar, bounded
 from tests.unit.engine.test_step_on_device import ALWAYS, BLOCK_SIZE, BOUNDS, FIELDS, recorder
 
 _FULL = pytest.mark.skipif(not IS_FULL, reason="one of many cases: `make test-all ARGS=full-depth` runs it")
@@ -57,6 +62,34 @@ class TimedRequest:
     #: Numbers of the runs of steps before which it arrives, and before which it is aborted.
     comes: int = 0
     leaves: int | None = None
+    #: What its grammar allows is sometimes not found in time.
+    is_slow: bool = False
+
+
+class LookingTwice(FollowingGrammar):
+    """What may follow every fifth token is found when it is looked for again."""
+
+    #: Numbers of tokens of outputs that had ended when it was looked for what may follow.
+    behind_end: ClassVar[list[int]] = []
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self._looks: Counter[int] = Counter()
+
+    def start(self) -> LookingTwice:
+        return LookingTwice(self._vocab_size)
+
+    def find(self, tokens: array[int], num_prompt: int) -> None:
+        self._looks[len(tokens)] += 1
+        if tokens[-1] == EOS:
+            self.behind_end.append(len(tokens))
+
+    def is_found(self, tokens: array[int], num_prompt: int) -> bool:
+        return self._looks[len(tokens)] > (len(tokens) % 5 == 0)
+
+    def as_grammar(self) -> OutputGrammar:
+        """For fields that take a grammar."""
+        return cast(OutputGrammar, self)
 
 
 class NanAt:
@@ -172,6 +205,7 @@ def _job(index: int, request: TimedRequest) -> DecodeJob:
         params=request.params,
         hash_key=KEY,
         local_prefill_threshold=ALWAYS,
+        grammar=LookingTwice(97).as_grammar() if request.is_slow else bounded(request.params, 97),
     )
 
 
@@ -199,6 +233,35 @@ REQUESTS = {
         TimedRequest(prompt_length=7, params=replace(RULES, bad_words=((3,), (5,)), seed=2, n=2, max_tokens=24)),
         TimedRequest(prompt_length=9, params=replace(RULES, seed=3, logprobs=1, max_tokens=24)),
     ],
+    "with grammars": [
+        TimedRequest(prompt_length=13, params=replace(PLAIN, grammar=FOLLOWING, max_tokens=12)),
+        TimedRequest(prompt_length=9, params=replace(PLAIN, seed=1, temperature=1.0, presence_penalty=1.0, n=2)),
+        TimedRequest(
+            prompt_length=6,
+            params=replace(PLAIN, grammar=FOLLOWING, seed=2, temperature=1.0, frequency_penalty=0.5, logprobs=1),
+            comes=1,
+        ),
+        TimedRequest(
+            prompt_length=8,
+            params=replace(PLAIN, grammar=FOLLOWING, seed=3, temperature=1.0, stop_token_ids=tuple(range(0, 97, 4))),
+        ),
+        TimedRequest(prompt_length=11, params=replace(PLAIN, max_tokens=16)),
+    ],
+    "with grammars that take long": [
+        TimedRequest(prompt_length=13, params=replace(PLAIN, grammar=FOLLOWING, max_tokens=32), is_slow=True),
+        TimedRequest(prompt_length=9, params=replace(PLAIN, seed=1, temperature=1.0, max_tokens=36)),
+        *(
+            TimedRequest(
+                prompt_length=11 + index,  # Rows of first tokens are made anew in each step: they look once.
+                params=replace(
+                    PLAIN, grammar=FOLLOWING, seed=index, temperature=1.0, logit_bias={EOS: 7.0}, min_tokens=index
+                ),
+                comes=index,
+                is_slow=True,
+            )
+            for index in range(4)
+        ),
+    ],
     "of which some fail": [
         TimedRequest(prompt_length=41, params=replace(PLAIN, n=2, seed=4, temperature=1.0)),
         TimedRequest(prompt_length=6, params=replace(PLAIN, logprobs=0)),
@@ -211,6 +274,8 @@ REQUESTS = {
     [
         ("of all kinds", True),
         ("that end", False),
+        ("with grammars", False),
+        ("with grammars that take long", True),
         pytest.param(
             "with rules for tokens",
             False,
@@ -233,6 +298,7 @@ def test_running_ahead_publishes_the_same_tokens(model: Decoder, kind: str, is_r
     assert list(ahead.failed) == ([RequestId("r0")] if kind == "of which some fail" else [])
     assert waiting.num_ahead == 0
     assert ahead.num_ahead > ahead.num_steps / 4
+    assert not LookingTwice.behind_end
 
 
 @_FULL

@@ -106,15 +106,15 @@ def test_choices_share_the_bits_of_a_request() -> None:
     assert first.allowed() is second.allowed()
 
 
-def test_rows_run_ahead_unless_what_is_banned_depends_on_the_output() -> None:
-    for params, can in (
-        (SamplingParams(allowed_token_ids=(1, 2)), True),
-        (SamplingParams(bad_words=((1,),)), True),
-        (SamplingParams(bad_words=((1, 2),)), False),
+def test_what_is_banned_depends_on_the_next_token_where_bad_words_have_several() -> None:
+    for params, depends in (
+        (SamplingParams(allowed_token_ids=(1, 2)), False),
+        (SamplingParams(bad_words=((1,),)), False),
+        (SamplingParams(bad_words=((1, 2),)), True),
     ):
         sequence = Sequence.from_prompt(RequestId("r"), PROMPT, params, hash_key=bytes(32))
         sequence.sampling = LIMITS.sample_row(sequence, 0)
-        assert LIMITS.can_run_ahead(sequence) is can
+        assert sequence.sampling.follows_next is depends
 
 
 def test_a_grammar_and_a_list_hold_together_and_a_complete_output_may_end() -> None:
