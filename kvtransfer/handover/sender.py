@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from kvtransfer.handover import transfer_errors
@@ -29,6 +29,8 @@ log = get_logger(__name__)
 _MEMORY_SHARE = 1 / 4
 #: Peers that are known to need no more introductions. One that was forgotten is only looked at once more.
 _MAX_SETTLED = 256
+#: Pause after a worker of this host could not be connected to at its local address.
+_REFUSED_S = 10.0
 
 
 async def _no_introduction(ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
@@ -62,6 +64,8 @@ class Sender:
         self._introductions = Introductions(transport, introduce)
         #: The peer of each data address over which blocks have left: it needs no more introductions.
         self._settled: dict[bytes, Peer] = {}
+        #: Until when local addresses that have refused this worker are not tried again.
+        self._refused_until: dict[LocalAddress, float] = {}
 
     def close_unused(self) -> None:
         """From now on a connection ends with the last transfer over it."""
@@ -77,9 +81,7 @@ class Sender:
         """
         self.require_compatible(ticket)
         machine = SendMachine(shape=ticket.shape, lease_s=ticket.lease_s, now=asyncio.get_running_loop().time())
-        local = self._local_address(ticket)
-        address = ticket.data_address if local is None else local.pack()
-        async with self._peers.use(address, partial(self._connect, ticket, local), deadline=machine.deadline) as peer:
+        async with self._connected(ticket, machine.deadline) as peer:
             self._on_peer(ticket, peer)
             path = SendPath(
                 memory=self._memory,
@@ -103,15 +105,31 @@ class Sender:
         end, transport = ticket.data_endpoint, self._transport
         if end is None or end.local is None or not isinstance(transport, LocalTransports):
             return None
-        return end.local if transport.reaches(end.local) else None
+        is_refused = asyncio.get_running_loop().time() < self._refused_until.get(end.local, 0.0)
+        return end.local if not is_refused and transport.reaches(end.local) else None
 
-    async def _connect(self, ticket: Ticket, local: LocalAddress | None) -> Peer:
-        if local is not None and isinstance(self._transport, LocalTransports):
-            try:
-                return await self._transport.connect_locally(local)
-            except PeerLost as error:
-                log.warning("local_path_refused", peer=ticket.worker_id, reason=error)
-        return await self._introductions.connect(ticket)
+    @asynccontextmanager
+    async def _connected(self, ticket: Ticket, deadline: float) -> AsyncIterator[Peer]:
+        """The peer of a ticket: within the host where that works, else between hosts."""
+        async with AsyncExitStack() as stack:
+            local = self._local_address(ticket)
+            if local is not None and isinstance(self._transport, LocalTransports):
+                connect = partial(self._transport.connect_locally, local)
+                try:
+                    peer = await stack.enter_async_context(self._peers.use(local.pack(), connect, deadline=deadline))
+                except PeerLost as error:
+                    log.warning("local_path_refused", peer=ticket.worker_id, reason=error)
+                    self._refuse(local)
+                else:
+                    yield peer
+                    return
+            introduced = partial(self._introductions.connect, ticket)
+            yield await stack.enter_async_context(self._peers.use(ticket.data_address, introduced, deadline=deadline))
+
+    def _refuse(self, local: LocalAddress) -> None:
+        self._refused_until[local] = asyncio.get_running_loop().time() + _REFUSED_S
+        while len(self._refused_until) > _MAX_SETTLED:
+            del self._refused_until[next(iter(self._refused_until))]
 
     def _answering_callbacks(self, ticket: Ticket, peer: Peer) -> asyncio.Task[None] | None:
         if not ticket.guarded_addresses or self._settled.get(ticket.data_address) is peer:

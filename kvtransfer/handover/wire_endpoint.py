@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.path import PATHS, DataEndpoint
 from pdserve.base.errors import PeerLost, RequestError
@@ -34,10 +36,9 @@ def endpoint_from_proto(message: decode_pb2.DataEndpoint) -> DataEndpoint:
             f"Malformed transfer message: data_endpoint has {len(lanes)} lanes and texts of {longest} characters; "
             f"at most {_MAX_LANES} and {_MAX_TEXT}."
         )
-    try:
+    local = None
+    with suppress(PeerLost):  # A later release may write it in another way: then UCX is taken.
         local = LocalAddress.unpack(message.local_address) if message.local_address else None
-    except PeerLost as error:
-        raise RequestError(f"Malformed transfer message: {error}") from None
     return DataEndpoint(
         host=host,
         lanes=lanes,

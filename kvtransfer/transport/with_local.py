@@ -10,7 +10,11 @@ from kvtransfer.transport.local.outgoing_peer import LocalPeer
 from kvtransfer.transport.local.transport import LocalTransport
 from kvtransfer.transport.path import LOCAL
 from kvtransfer.transport.ucx import UcxTransport
+from pdserve.base.errors import SetupError
+from pdserve.base.logs import get_logger
 from pdserve.base.shared_memory import SharedMemory
+
+log = get_logger(__name__)
 
 #: What `lanes` reports of a local peer.
 LOCAL_LANES = (LOCAL,)
@@ -24,6 +28,8 @@ class WithLocal:
         self._local = local
         local.may_take = remote.withdraw
         self.name = remote.name
+        #: Nobody can connect within the host, since there is no socket.
+        self._is_off = False
 
     @property
     def guard(self) -> TransportGuard:
@@ -33,7 +39,7 @@ class WithLocal:
     @property
     def local_address(self) -> LocalAddress | None:
         """Where processes of this host send to; None: this process shares no memory with them."""
-        return self._local.address if self._local.has_memory else None
+        return self._local.address if self._uses_local else None
 
     def share(self, memory: SharedMemory) -> None:
         """Messages in this memory are sent to processes of this host from where they are."""
@@ -45,15 +51,22 @@ class WithLocal:
 
     def reaches(self, address: LocalAddress) -> bool:
         """Whether both processes share memory, and the address is in this one's directory."""
-        return self._local.has_memory and self._local.reaches(address)
+        return self._uses_local and self._local.reaches(address)
 
     def is_local(self, peer: Peer) -> bool:
         """Whether the peer was connected to within the host."""
         return isinstance(peer, LocalPeer)
 
     async def listen(self) -> bytes:
-        """The data address of UCX. Local senders can connect, too."""
-        await self._local.listen()
+        """The data address of UCX. Local senders can connect, too, where that is possible or required."""
+        if not self._is_off:
+            try:
+                await self._local.listen()
+            except SetupError as error:
+                if self._local.is_required:
+                    raise
+                self._is_off = True
+                log.warning("local_sockets_unusable", reason=error)
         return await self._remote.listen()
 
     async def connect(self, address: bytes) -> Peer:
@@ -90,8 +103,8 @@ class WithLocal:
 
     async def close(self) -> None:
         """Closes both."""
+        await self._remote.close()  # First: what it still receives is its own to end.
         await self._local.close()
-        await self._remote.close()
 
     def offered_lanes(self) -> tuple[str, ...]:
         """What UCX can use here."""
@@ -103,6 +116,10 @@ class WithLocal:
 
     def _forget(self, receive: Operation) -> None:
         self._local.forget(receive)
+
+    @property
+    def _uses_local(self) -> bool:
+        return self._local.has_memory and not self._is_off
 
     def _of(self, peer: Peer) -> UcxTransport | LocalTransport:
         return self._local if isinstance(peer, LocalPeer) else self._remote

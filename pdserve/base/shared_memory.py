@@ -10,6 +10,10 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
+from pdserve.base.logs import get_logger
+
+log = get_logger(__name__)
+
 Bytes = npt.NDArray[np.uint8]
 
 #: Nobody maps the memory to write to it from now on (Linux 5.1; not in Python's `fcntl`).
@@ -27,6 +31,7 @@ class SharedMemory:
     def __init__(self, num_bytes: int) -> None:
         """Raises `OSError` where the system has none, or the size cannot be mapped."""
         self.num_bytes = num_bytes
+        self._file = -1
         self._file = os.memfd_create("pdserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._file, num_bytes)
@@ -61,6 +66,18 @@ class SharedMemory:
 
     def __del__(self) -> None:
         self.close()
+
+
+def zeros(num_bytes: int, *, is_shared: bool) -> tuple[Bytes, SharedMemory | None]:
+    """Memory of zeros, uint8 [num_bytes], and what others can map of it; None: `is_shared` is False, or nothing."""
+    if is_shared:
+        try:
+            shared = SharedMemory(num_bytes)
+        except (OSError, AttributeError) as error:
+            log.warning("memory_not_shared", reason=error)
+        else:
+            return shared.bytes, shared
+    return np.zeros(num_bytes, np.uint8), None
 
 
 def map_to_read(file: int, num_bytes: int) -> Bytes:

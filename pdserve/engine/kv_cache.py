@@ -14,10 +14,7 @@ from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
-from pdserve.base.logs import get_logger
-from pdserve.base.shared_memory import SharedMemory
-
-log = get_logger(__name__)
+from pdserve.base.shared_memory import SharedMemory, zeros
 
 _DTYPES = {
     "float32": torch.float32,
@@ -39,17 +36,17 @@ def sleeping_event() -> torch.cuda.Event:
 class KvCache:
     """`tensor`: [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim] of the layout's dtype."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
-        """Raises `SetupError` when the memory cannot be allocated, or the layout has several groups."""
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device, *, is_shared: bool = False) -> None:
+        """`is_shared`: on the CPU, other processes of the host can map the blocks, as `shared`.
+
+        Raises `SetupError` when the memory cannot be allocated, or the layout has several groups."""
         self.layout = layout
         self.num_blocks = num_blocks
         group = layout.only_group
         shape = (num_blocks, group.num_layers, 2, group.num_kv_heads, layout.block_size, group.head_dim)
         try:
             # Zeros, because attention multiplies masked rows too, and uninitialized memory could be NaN.
-            #: On the CPU: the blocks as other processes of the host can map them; None: they cannot.
-            self.shared = _shared_memory(num_blocks * layout.block_bytes) if device.type == "cpu" else None
-            self.tensor = _zeros(shape, _DTYPES[layout.dtype], device, self.shared)
+            self.tensor, self.shared = _zeros(shape, _DTYPES[layout.dtype], device, is_shared=is_shared)
         except (RuntimeError, MemoryError) as error:
             needed_mib = num_blocks * layout.block_bytes / 2**20
             raise SetupError(
@@ -140,22 +137,14 @@ def _contiguous_pairs(to: torch.Tensor, source: torch.Tensor) -> list[tuple[torc
     return pairs
 
 
-def _shared_memory(num_bytes: int) -> SharedMemory | None:
-    try:
-        return SharedMemory(num_bytes)
-    except OSError as error:
-        log.warning("kv_cache_not_shared", reason=error)
-        return None
-
-
 def _zeros(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, shared: SharedMemory | None
-) -> torch.Tensor:
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, is_shared: bool
+) -> tuple[torch.Tensor, SharedMemory | None]:
     """Like `torch.zeros`, but on the CPU the operating system provides zeroed pages at the first write.
 
     `torch.zeros` writes all pages at once. For 2 GiB that took up to 10 s at a worker's start on a virtual machine.
     """
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    flat = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8) if shared is None else shared.bytes
-    return torch.from_numpy(flat).view(dtype).view(shape)
+        return torch.zeros(shape, dtype=dtype, device=device), None
+    flat, shared = zeros(math.prod(shape) * dtype.itemsize, is_shared=is_shared)
+    return torch.from_numpy(flat).view(dtype).view(shape), shared

@@ -135,6 +135,12 @@ class WorkerConfig(ServiceOptions):
         return None
 
     @property
+    def uses_local_sockets(self) -> bool:
+        """Whether blocks are handed over through shared memory within the host, unless something is in the way."""
+        is_alone = self.device == "cpu" and self.tensor_parallel_size == 1
+        return is_alone and self.transport == "ucx" and self.local_sockets != "off"
+
+    @property
     def model_dir(self) -> Path:
         """The model's directory."""
         return Path(self.model)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -18,11 +19,17 @@ from pdserve.base.shared_memory import SharedMemory
 class LocalPeer:
     """A receiver that was connected to. Implements `kvtransfer.transport.base.Peer`."""
 
-    def __init__(self, connected: socket.socket, token: bytes, on_end: Callable[[LocalPeer], None]) -> None:
-        """`on_end` is called once, when the connection has ended."""
+    def __init__(
+        self,
+        connected: socket.socket,
+        token: bytes,
+        memories: Sequence[SharedMemory],
+        on_end: Callable[[LocalPeer], None],
+    ) -> None:
+        """`memories`: those that the receiver maps before it accepts. `on_end` is called when the connection ends."""
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
-        #: Done when the receiver has accepted the connection.
+        #: Done when the receiver has accepted the connection, and mapped the memory.
         self.welcome: asyncio.Future[None] = self._loop.create_future()
         self._socket = PacketSocket(connected, self._on_packet, self._lost)
         self._unfinished: dict[int, Operation] = {}
@@ -32,7 +39,9 @@ class LocalPeer:
         self._known: dict[SharedMemory, int] = {}
         self._of_message: dict[int, SharedMemory] = {}
         self._next_number = 0
-        self._socket.send(packets.HELLO + token)
+        self._socket.send(packets.hello(token, len(memories)))
+        for memory in memories:
+            self._show(memory)
 
     @property
     def closed(self) -> bool:
@@ -44,7 +53,16 @@ class LocalPeer:
         if self.closed:
             send.fail(PeerLost("The peer was disconnected."))
             return
+        try:
+            self._offer(send, memories)
+        except OSError as error:  # No memory for a copy, or no descriptor.
+            send.fail(PeerLost(f"The message cannot be offered: {error}."))
+            return
         self._unfinished[send.tag] = send
+        if self._flush is None:
+            self._flush = self._loop.call_soon(self._send_offers)
+
+    def _offer(self, send: Operation, memories: Iterable[SharedMemory]) -> None:
         for memory in memories:
             if (start := memory.offset_of(send.buffer)) is not None:
                 break
@@ -55,8 +73,6 @@ class LocalPeer:
         if number is None:
             number = self._show(memory)
         self._offers.append(packets.Offer(send.tag, number, start, send.buffer.nbytes))
-        if self._flush is None:
-            self._flush = self._loop.call_soon(self._send_offers)
 
     def end(self, reason: PeerLost) -> None:
         """Ends the connection. What the receiver copies from now on is of no transfer that is committed."""
@@ -93,13 +109,19 @@ class LocalPeer:
             self._socket.send(packet)
 
     def _on_packet(self, packet: bytes, descriptor: int | None) -> None:
-        assert descriptor is None, "receivers send no descriptors"
         kind, body = packet[:1], packet[1:]
-        if kind == packets.WELCOME and not self.welcome.done():
-            self.welcome.set_result(None)
-        elif kind == packets.TAKEN:
-            for tag in packets.read_taken(body):
-                self._taken(tag)
+        if descriptor is not None:
+            os.close(descriptor)
+        try:
+            if kind == packets.WELCOME and not self.welcome.done():
+                self.welcome.set_result(None)
+            elif kind == packets.TAKEN and descriptor is None:
+                for tag in packets.read_taken(body):
+                    self._taken(tag)
+            else:
+                raise packets.Malformed
+        except packets.Malformed:
+            self.end(PeerLost("The peer sends what no worker sends."))
 
     def _taken(self, tag: int) -> None:
         if (memory := self._of_message.pop(tag, None)) is not None:

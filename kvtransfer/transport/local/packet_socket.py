@@ -89,10 +89,13 @@ class PacketSocket:
                 return
             except OSError:
                 packet, descriptors = b"", []
-            if not packet:
-                self._end()
-                return
-            self._on_packet(packet, descriptors[0] if descriptors else None)
+            if packet:
+                self._on_packet(packet, descriptors[0] if descriptors else None)
+                continue
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self._end()
+            return
 
     def _end(self) -> None:
         if not self.is_closed:

@@ -1,9 +1,9 @@
 """What two processes say to each other over a Unix socket of packets. Pure.
 
 sender                           receiver
-HELLO token                 ->
-                            <-   WELCOME
+HELLO token, count          ->
 MEMORY id, size, descriptor ->                  maps the memory
+                            <-   WELCOME        when the first `count` memories are mapped
 OFFER (tag, id, from, size) ->                  copies each message into the buffer of its receive
                             <-   TAKEN tags     the sender may use the messages' memory again
 FORGET id                   ->                  unmaps the memory
@@ -21,6 +21,7 @@ TOKEN_BYTES = 32
 #: Offers and tags of one packet: with them it has less than a socket's buffer holds.
 MAX_RECORDS = 1024
 
+_HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
 _OFFER = struct.Struct("<QIQQ")
 _TAG = struct.Struct("<Q")
 _MEMORY = struct.Struct("<IQ")
@@ -30,6 +31,19 @@ MAX_PACKET_BYTES = 1 + MAX_RECORDS * _OFFER.size
 
 class Malformed(Exception):
     """A packet that no process of this version sends."""
+
+
+def hello(token: bytes, num_memories: int) -> bytes:
+    """The first packet, which that many memories follow."""
+    return HELLO + _HELLO.pack(token, num_memories)
+
+
+def read_hello(body: bytes) -> tuple[bytes, int]:
+    """Token and number of memories. Raises `Malformed`."""
+    if len(body) != _HELLO.size:
+        raise Malformed
+    token, num_memories = _HELLO.unpack(body)
+    return token, num_memories
 
 
 class Offer(NamedTuple):

@@ -16,7 +16,8 @@ from kvtransfer.transport.local.incoming_peer import IncomingPeer, OfferedMessag
 from kvtransfer.transport.local.outgoing_peer import LocalPeer
 from kvtransfer.transport.local.socket_directory import SocketDirectory
 from kvtransfer.transport.tag_matcher import TagMatcher
-from pdserve.base.errors import PeerLost, TransferError
+from pdserve.base.errors import PdserveError, PeerLost, SetupError, TransferError
+from pdserve.base.logs import get_logger
 from pdserve.base.shared_memory import SharedMemory
 
 #: Bytes that are copied before the event loop hears of it, and their sender.
@@ -24,7 +25,13 @@ _REPORTED_BYTES = 4 << 20
 #: A peer that does not answer to a connection for so long is lost.
 _WELCOME_S = 2.0
 
+#: Pause after there was no descriptor for a sender.
+_NO_FILE_S = 0.5
+
 _Match = tuple[OfferedMessage, Operation]
+#: Without the message, whose memory the thread lets go.
+_Copied = tuple[IncomingPeer, Operation, PdserveError | None]
+log = get_logger(__name__)
 
 
 class LocalTransport:
@@ -44,6 +51,7 @@ class LocalTransport:
         #: Whether a receive that a message came for still waits for it; another transport may have been faster.
         self.may_take: Callable[[Operation], bool] = lambda receive: True
         self._copying: set[Operation] = set()
+        self._is_closed = False
         self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copies")
         self._loop = asyncio.get_running_loop()
 
@@ -54,6 +62,11 @@ class LocalTransport:
     def unshare(self, memory: SharedMemory) -> None:
         """Messages in this memory are copied before they are sent. Connected peers may keep it mapped."""
         self._memories.remove(memory)
+
+    @property
+    def is_required(self) -> bool:
+        """Whether a process that cannot listen does not start."""
+        return self._directory.is_required
 
     @property
     def has_memory(self) -> bool:
@@ -69,7 +82,11 @@ class LocalTransport:
         return self._address
 
     async def listen(self) -> bytes:
-        """The packed address."""
+        """The packed address. Raises: SetupError."""
+        try:
+            await self._loop.run_in_executor(self._copies, int)  # A process without a thread for copies finds out now.
+        except RuntimeError as error:
+            raise SetupError(f"No thread can be started that copies blocks: {error}.") from error
         return self.address.pack()
 
     def reaches(self, address: LocalAddress) -> bool:
@@ -79,7 +96,7 @@ class LocalTransport:
     async def connect(self, address: bytes) -> LocalPeer:
         """Connects to a process of this user."""
         target = LocalAddress.unpack(address)
-        peer = LocalPeer(self._directory.connect(target), target.token, self._peers.discard)
+        peer = LocalPeer(self._directory.connect(target), target.token, self._memories, self._peers.discard)
         self._peers.add(peer)
         try:
             async with asyncio.timeout(_WELCOME_S):
@@ -134,6 +151,9 @@ class LocalTransport:
 
     async def close(self) -> None:
         """Ends all connections, and waits for copies."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self._listener is not None:
             self._loop.remove_reader(self._listener)
             self._listener.close()
@@ -147,21 +167,31 @@ class LocalTransport:
         messages.clear()
         for peer in list(self._peers):
             peer.end(PeerLost("The transport was closed."))
-        await asyncio.to_thread(self._copies.shutdown)
-        await asyncio.sleep(0)  # What the thread has reported last.
         for sender in self._senders:
             sender.close()
         self._senders.clear()
+        await self._loop.run_in_executor(self._copies, int)  # Behind all copies, and all memory that is let go.
+        self._copies.shutdown()
 
     def _accept(self) -> None:
         assert self._listener is not None
         assert self._address is not None
         try:
             accepted, _ = self._listener.accept()
-        except OSError:  # It has gone again, or there is no descriptor for it.
+        except (BlockingIOError, ConnectionAbortedError, InterruptedError):  # It has gone again.
+            return
+        except OSError as error:  # No descriptor: this would be called again and again.
+            log.warning("local_sender_not_accepted", reason=error)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(_NO_FILE_S, self._accept_again)
             return
         accepted.setblocking(False)
-        self._senders.add(IncomingPeer(accepted, self._address.token, self._on_offers, self._on_end))
+        sender = IncomingPeer(accepted, self._address.token, self._on_offers, self._on_end, self._copies.submit)
+        self._senders.add(sender)
+
+    def _accept_again(self) -> None:
+        if self._listener is not None:
+            self._loop.add_reader(self._listener, self._accept)
 
     def _on_end(self, sender: IncomingPeer) -> None:
         self._senders.discard(sender)
@@ -170,6 +200,8 @@ class LocalTransport:
     def _on_offers(self, messages: Sequence[OfferedMessage]) -> None:
         matches = []
         for message in messages:
+            if message.sender.closed:  # Since it was told that one was dropped.
+                break
             receive = self._matcher.arrive(message.tag, message)
             if receive is not None:
                 matches.append((message, receive))
@@ -195,21 +227,32 @@ class LocalTransport:
 
     def _copy(self, matches: Sequence[_Match]) -> None:
         """On the thread. Reports in between, so that senders go on."""
-        first = copied_bytes = 0
-        for index, (message, receive) in enumerate(matches):
-            np.copyto(receive.buffer, message.buffer)
-            receive.find_digest()  # While the bytes are in the processor's cache.
-            copied_bytes += receive.buffer.nbytes
-            if copied_bytes >= _REPORTED_BYTES or index == len(matches) - 1:
-                self._loop.call_soon_threadsafe(self._copied, matches[first : index + 1])
-                first, copied_bytes = index + 1, 0
-
-    def _copied(self, matches: Sequence[_Match]) -> None:
-        tags: dict[IncomingPeer, list[int]] = defaultdict(list)
+        copied: list[_Copied] = []
+        copied_bytes = 0
         for message, receive in matches:
-            tags[message.sender].append(message.tag)
+            error: PdserveError | None = None
+            try:
+                np.copyto(receive.buffer, message.buffer)
+                receive.find_digest()  # While the bytes are in the processor's cache.
+            except Exception as found:  # noqa: BLE001 - whatever it is, the receive has to end
+                error = TransferError(f"A message could not be copied: {type(found).__name__}.")
+            copied.append((message.sender, receive, error))
+            copied_bytes += receive.buffer.nbytes
+            if copied_bytes >= _REPORTED_BYTES:
+                self._loop.call_soon_threadsafe(self._copied, copied)
+                copied, copied_bytes = [], 0
+        if copied:
+            self._loop.call_soon_threadsafe(self._copied, copied)
+
+    def _copied(self, copied: Sequence[_Copied]) -> None:
+        tags: dict[IncomingPeer, list[int]] = defaultdict(list)
+        for sender, receive, error in copied:
+            tags[sender].append(receive.tag)
             self._copying.discard(receive)
-            receive.complete()
+            if error is None:
+                receive.complete()
+            else:
+                receive.fail(error)
         for sender, taken in tags.items():
             sender.taken(taken)
 

@@ -132,7 +132,9 @@ def load_shard(
         config=plan.model,
         decoder=decoder,
         step_decoder=_step_decoder(plan, decoder),
-        kv_cache=KvCache(plan.rank_layout(budget.max_model_len), budget.num_blocks, device),
+        kv_cache=KvCache(
+            plan.rank_layout(budget.max_model_len), budget.num_blocks, device, is_shared=config.uses_local_sockets
+        ),
     )
 
 

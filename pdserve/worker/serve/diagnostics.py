@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from kvtransfer.handover.introduction import Introduction
@@ -139,7 +140,8 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
         if ticket.num_blocks > num_probe_blocks(layout, ticket.num_blocks * layout.block_bytes):
             raise RequestError(f"A test transfer of {ticket.num_blocks} blocks is too large. Use a smaller one.")
         with self._admitted():
-            blocks = await asyncio.to_thread(ProbeBlocks, layout, ticket.num_blocks)
+            is_shared = self._worker.config.uses_local_sockets
+            blocks = await asyncio.to_thread(partial(ProbeBlocks, layout, ticket.num_blocks, is_shared=is_shared))
             with sharing(blocks.shared, self._worker.transport):
                 return await self._send(blocks, ticket, RequestId(request.request_id))
 

@@ -12,7 +12,7 @@ from kvtransfer.transport import Buffer, LocalTransports, Transport
 from pdserve.base.errors import NoFreeBlocks
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
-from pdserve.base.shared_memory import SharedMemory
+from pdserve.base.shared_memory import SharedMemory, zeros
 from pdserve.observe.machine import available_memory_bytes
 
 #: Largest test transfer, and the share of the free memory that it may take.
@@ -24,7 +24,7 @@ _COPY_ROUNDS = 3
 class ProbeBlocks:
     """Implements `kvtransfer.handover.memory.HostBlocks` for blocks of test data in host memory."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+    def __init__(self, layout: KvLayout, num_blocks: int, *, is_shared: bool = False) -> None:
         """Touches all memory, so that page faults are not measured as transfer. Raises NoFreeBlocks."""
         needed = layout.block_bytes * num_blocks
         free = available_memory_bytes()
@@ -34,10 +34,10 @@ class ProbeBlocks:
                 "free here. Use a smaller one."
             )
         self.num_blocks = num_blocks
-        #: As the blocks of a KV cache are shared with processes of the host.
-        self.shared = SharedMemory(needed)
-        self._memory = self.shared.bytes.reshape(num_blocks, -1)
+        #: As the blocks of a KV cache; None: they are not shared with processes of the host.
+        self._memory, self.shared = zeros(needed, is_shared=is_shared)
         self._memory[:] = 1
+        self._memory = self._memory.reshape(num_blocks, -1)
 
     @property
     def block_ids(self) -> list[BlockId]:
@@ -61,9 +61,9 @@ class ProbeBlocks:
 
 
 @contextmanager
-def sharing(memory: SharedMemory, transport: Transport) -> Iterator[None]:
+def sharing(memory: SharedMemory | None, transport: Transport) -> Iterator[None]:
     """Within the block, processes of this host can read the memory, where the transport lets them."""
-    if not isinstance(transport, LocalTransports):
+    if memory is None or not isinstance(transport, LocalTransports):
         yield
         return
     transport.share(memory)

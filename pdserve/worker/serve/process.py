@@ -190,13 +190,13 @@ def _keeps_strangers_out(config: WorkerConfig, seals: Seals, tls: PeerTls | None
 
 def _local_sockets(config: WorkerConfig) -> SocketDirectory | None:
     """The directory of local sockets; None: this worker uses none. Raises: SetupError for one that was chosen."""
-    if config.device != "cpu" or config.tensor_parallel_size > 1 or config.local_sockets == "off":
+    if not config.uses_local_sockets:
         return None
     if config.local_sockets != "auto":
         return SocketDirectory(Path(config.local_sockets))
     try:
-        return SocketDirectory(Path(tempfile.gettempdir()) / f"pdserve-{os.geteuid()}")
-    except SetupError as error:
+        return SocketDirectory(Path(tempfile.gettempdir()) / f"pdserve-{os.geteuid()}", is_required=False)
+    except (SetupError, OSError) as error:
         log.warning("local_sockets_unusable", reason=error)
         return None
 

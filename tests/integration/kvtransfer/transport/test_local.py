@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
 from kvtransfer.transport import open_transport
-from kvtransfer.transport.local import packets
+from kvtransfer.transport.local import incoming_peer, packets
+from kvtransfer.transport.local import transport as transport_module
 from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.local.socket_directory import SocketDirectory
 from kvtransfer.transport.local.transport import LocalTransport
@@ -54,6 +57,11 @@ def mapped_to_read() -> int:
     """How many memories of other processes this one has mapped."""
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     return sum("r--s" in line and "memfd:pdserve" in line for line in lines)
+
+
+def times_open(path: str) -> int:
+    """How many descriptors of this process are open files of that path."""
+    return sum(str(each.readlink()) == path for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
 
 
 def filled(tag: int) -> SharedMemory:
@@ -137,10 +145,10 @@ async def test_another_user_is_refused(start: Callable[[], LocalTransport], dire
         each.chmod(0o777)
     code = (
         "import os, socket, sys; os.setuid(12345); s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET);"
-        "s.connect(sys.argv[1]); s.send(b'H' + bytes.fromhex(sys.argv[2])); print(s.recv(9))"
+        "s.connect(sys.argv[1]); s.send(bytes.fromhex(sys.argv[2])); print(s.recv(9))"
     )
     process = await asyncio.create_subprocess_exec(
-        *("python3", "-c", code, str(path), token.hex()), stdout=asyncio.subprocess.PIPE
+        *("python3", "-c", code, str(path), packets.hello(token, 0).hex()), stdout=asyncio.subprocess.PIPE
     )
     async with asyncio.timeout(DEADLINE_S):
         output, _ = await process.communicate()
@@ -155,7 +163,7 @@ async def test_another_user_is_refused(start: Callable[[], LocalTransport], dire
         packets.OFFER + bytes(28),
         packets.MEMORY + bytes(12),
         packets.FORGET,
-        packets.HELLO + bytes(32),
+        packets.hello(bytes(32), 0),
     ],
 )
 async def test_a_sender_of_nonsense_is_cut_off_and_no_other_one(
@@ -165,7 +173,7 @@ async def test_a_sender_of_nonsense_is_cut_off_and_no_other_one(
     peer = await sender.connect(await receiver.listen())
     loop = asyncio.get_running_loop()
     with directory.connect(receiver.address) as raw:
-        raw.send(packets.HELLO + receiver.address.token)
+        raw.send(packets.hello(receiver.address.token, 0))
         async with asyncio.timeout(DEADLINE_S):
             assert await loop.sock_recv(raw, 9) == packets.WELCOME
             raw.send(packet)
@@ -187,7 +195,7 @@ async def test_memory_that_could_shrink_is_not_mapped(
     with pytest.raises(ValueError, match="shrink"):
         map_to_read(file, SIZE)
     with directory.connect(receiver.address) as raw:
-        raw.send(packets.HELLO + receiver.address.token)
+        raw.send(packets.hello(receiver.address.token, 0))
         async with asyncio.timeout(DEADLINE_S):
             assert await loop.sock_recv(raw, 9) == packets.WELCOME
             socket.send_fds(raw, [packets.memory(0, SIZE)], [file])
@@ -213,13 +221,109 @@ def test_readers_cannot_write_and_owners_cannot_shrink() -> None:
 async def test_sockets_of_processes_that_have_ended_are_removed(directory: SocketDirectory) -> None:
     listener, dead = directory.listen()
     listener.close()
+    # Whatever else is there stays: a file, and a socket of another host that sees the directory.
+    (directory.path / f"{dead.name[:9]}precious.sock").touch()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.bind(str(directory.path / "0000000-other.sock"))
     alive, address = directory.listen()
-    assert [path.name for path in directory.path.iterdir()] == [address.name]
+    names = {path.name for path in directory.path.iterdir()}
+    assert names == {address.name, f"{dead.name[:9]}precious.sock", "0000000-other.sock"}
     with pytest.raises(PeerLost):
         directory.connect(dead)
     alive.close()
     directory.remove(address)
-    assert not [*directory.path.iterdir()]
+    assert address.name not in {path.name for path in directory.path.iterdir()}
+
+
+async def test_memory_that_cannot_be_mapped_refuses_the_sender_before_it_sends(
+    start: Callable[[], LocalTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    sender, receiver = start(), start()
+    sender.share(filled(1))
+    monkeypatch.setattr(incoming_peer, "map_to_read", refuse)
+    with pytest.raises(PeerLost):
+        await sender.connect(await receiver.listen())
+    monkeypatch.undo()
+    await sender.connect(await receiver.listen())
+
+
+async def test_descriptors_of_strangers_are_closed(
+    start: Callable[[], LocalTransport], directory: SocketDirectory
+) -> None:
+    receiver = start()
+    await receiver.listen()
+    file, loop = os.open("/dev/full", os.O_RDONLY), asyncio.get_running_loop()
+    for packet in (b"", b"?", packets.hello(receiver.address.token, 1) + b"?"):
+        with directory.connect(receiver.address) as raw:
+            socket.send_fds(raw, [packet], [file])
+            async with asyncio.timeout(DEADLINE_S):
+                assert await loop.sock_recv(raw, 9) == b""
+    assert times_open("/dev/full") == 1
+    os.close(file)
+
+
+async def test_a_receiver_of_nonsense_is_a_lost_peer(
+    start: Callable[[], LocalTransport], directory: SocketDirectory
+) -> None:
+    listener, address = directory.listen()
+    sender, loop = start(), asyncio.get_running_loop()
+    connecting = asyncio.create_task(sender.connect(address.pack()))
+    async with asyncio.timeout(DEADLINE_S):
+        accepted, _ = await loop.sock_accept(listener)
+        accepted.send(packets.WELCOME)
+        peer = await connecting
+        send = sender.post_send(peer, 1, payload_of(1, 100))
+        accepted.send(packets.TAKEN + b"odd")
+        with pytest.raises(PeerLost, match="what no worker sends"):
+            await send
+    assert peer.closed
+    accepted.close()
+    listener.close()
+
+
+async def test_a_process_without_descriptors_accepts_senders_when_it_has_some(
+    start: Callable[[], LocalTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver, calls = start(), start(), list[int]()
+    address = await receiver.listen()
+    assert receiver._listener is not None
+    listener = receiver._listener
+
+    class Exhausted:
+        def accept(self) -> tuple[socket.socket, object]:
+            calls.append(1)
+            if len(calls) < 3:
+                raise OSError(errno.EMFILE, "too many open files")
+            return listener.accept()
+
+        def fileno(self) -> int:
+            return listener.fileno()
+
+        def close(self) -> None:
+            listener.close()
+
+    monkeypatch.setattr(transport_module, "_NO_FILE_S", 0.01)
+    receiver._listener = cast(socket.socket, Exhausted())
+    await sender.connect(address)
+    assert len(calls) == 3
+
+
+async def test_a_directory_that_was_not_chosen_may_be_unusable(tmp_path: Path) -> None:
+    """TMPDIR may be too long for a socket's name, or belong to root alone."""
+    deep = tmp_path / ("d" * 100)
+    transport = open_transport("ucx", local_sockets=SocketDirectory(deep, is_required=False))
+    assert isinstance(transport, WithLocal)
+    transport.share(SharedMemory(SIZE))
+    await transport.listen()
+    assert transport.local_address is None
+    await transport.close()
+    chosen = open_transport("ucx", local_sockets=SocketDirectory(deep))
+    with pytest.raises(SetupError, match="No local socket"):
+        await chosen.listen()
+    await chosen.close()
 
 
 def test_a_directory_that_anybody_may_write_is_refused(tmp_path: Path) -> None:
