@@ -114,22 +114,29 @@ class Sender:
         async with AsyncExitStack() as stack:
             local = self._local_address(ticket)
             if local is not None and isinstance(self._transport, LocalTransports):
-                connect = partial(self._transport.connect_locally, local)
+                connect = partial(self._connect_locally, ticket, self._transport, local)
                 try:
                     peer = await stack.enter_async_context(self._peers.use(local.pack(), connect, deadline=deadline))
-                except PeerLost as error:
-                    log.warning("local_path_refused", peer=ticket.worker_id, reason=error)
-                    self._refuse(local)
+                except PeerLost:
+                    pass
                 else:
                     yield peer
                     return
             introduced = partial(self._introductions.connect, ticket)
             yield await stack.enter_async_context(self._peers.use(ticket.data_address, introduced, deadline=deadline))
 
-    def _refuse(self, local: LocalAddress) -> None:
-        self._refused_until[local] = asyncio.get_running_loop().time() + _REFUSED_S
-        while len(self._refused_until) > _MAX_SETTLED:
-            del self._refused_until[next(iter(self._refused_until))]
+    async def _connect_locally(self, ticket: Ticket, transport: LocalTransports, local: LocalAddress) -> Peer:
+        """Transfers that have waited for one that was refused do not try again."""
+        if self._local_address(ticket) is None:
+            raise PeerLost("The worker has just refused another transfer.")
+        try:
+            return await transport.connect_locally(local)
+        except PeerLost as error:
+            log.warning("local_path_refused", peer=ticket.worker_id, reason=error)
+            self._refused_until[local] = asyncio.get_running_loop().time() + _REFUSED_S
+            while len(self._refused_until) > _MAX_SETTLED:
+                del self._refused_until[next(iter(self._refused_until))]
+            raise
 
     def _answering_callbacks(self, ticket: Ticket, peer: Peer) -> asyncio.Task[None] | None:
         if not ticket.guarded_addresses or self._settled.get(ticket.data_address) is peer:

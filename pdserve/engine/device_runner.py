@@ -60,7 +60,8 @@ class _LastStep:
     """The step launched last, of which the device has everything but perhaps the sampling."""
 
     plan: StepPlan
-    logits: Tensor
+    #: None: sampling has been launched, and needs them no more on the host.
+    logits: Tensor | None
     #: Waits for the sampled tokens; None: sampling is not launched yet.
     results: Results | None = None
     #: Tokens on the device, in the order of the rows; None: not of all rows.
@@ -126,10 +127,13 @@ class DeviceRunner(Runner):
 
     def _sample(self, step: _LastStep, rows: Items[SampleRow], *, is_ahead: bool) -> None:
         _, logits_rows = step.plan.sample_rows()
-        if late := self._masks.late():
+        logits, step.logits = step.logits, None
+        assert logits is not None
+        if self._masks.late():
             self._sampler.wait_for_step()
-            results = sampled_but(late, rows, logits_rows, partial(self._sampler.sample, step.logits))
+            # A mask may take as long as the pass, and a little longer.
+            results = sampled_but(self._masks.late(), rows, logits_rows, partial(self._sampler.sample, logits))
             step.results = lambda: results
             return
-        samples = self._sampler.launch(step.logits, rows, logits_rows, is_ahead=is_ahead)
+        samples = self._sampler.launch(logits, rows, logits_rows, is_ahead=is_ahead)
         step.results, step.token_ids = samples.results, samples.token_ids

@@ -36,13 +36,12 @@ class MaskThreads:
         self._job = self._pool.submit(_find, self._rows) if self._rows else None
 
     def late(self) -> list[SampleRow]:
-        """The rows for which it is not found yet what may follow. Waits for them, but not for long."""
+        """The rows for which it is not found yet what may follow. Waits for them, but not for long each time."""
         if self._job is None:
             return []
-        job, self._job = self._job, None
         broken: list[SampleRow] = []
         with contextlib.suppress(TimeoutError):
-            broken = job.result(_PATIENCE_S)
+            broken = self._job.result(_PATIENCE_S)
         # Also those that the job has passed over, because a thread of an earlier step still looks for them.
         return [row for row in self._rows if not row.is_found and not any(row is each for each in broken)]
 

@@ -87,7 +87,7 @@ def _as_lm_eval_reads(cluster: Cluster, max_tokens: int) -> tuple[list[float], l
         "completion_tokens": 2 * max_tokens,
         "total_tokens": sum(map(len, prompts)) + 2 * max_tokens,
         "prompt_tokens_details": {"cached_tokens": 0},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     return sums, greedy
 

@@ -43,8 +43,8 @@ class IncomingPeer:
     ) -> None:
         """`on_end` is called once, when the connection has ended by itself.
 
-        `release` runs what lets memory go on a thread: unmapping the last view of a dead process's cache takes 150 ms
-        per GiB.
+        `release` runs what lets memory go on a thread, behind the copies: unmapping the last view of a dead process's
+        cache takes 150 ms per GiB.
         """
         self._token = token
         self._on_offers = on_offers

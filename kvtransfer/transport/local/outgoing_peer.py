@@ -74,6 +74,11 @@ class LocalPeer:
             number = self._show(memory)
         self._offers.append(packets.Offer(send.tag, number, start, send.buffer.nbytes))
 
+    def forget(self, memory: SharedMemory) -> None:
+        """The receiver may unmap the memory, of which it is offered nothing more."""
+        if (number := self._known.pop(memory, None)) is not None:
+            self._socket.send(packets.forget(number))
+
     def end(self, reason: PeerLost) -> None:
         """Ends the connection. What the receiver copies from now on is of no transfer that is committed."""
         if not self._socket.is_closed:
@@ -125,7 +130,7 @@ class LocalPeer:
 
     def _taken(self, tag: int) -> None:
         if (memory := self._of_message.pop(tag, None)) is not None:
-            self._socket.send(packets.forget(self._known.pop(memory)))
+            self.forget(memory)
             memory.close()
         if (send := self._unfinished.pop(tag, None)) is not None:
             send.complete()

@@ -45,9 +45,10 @@ class SocketDirectory:
     def listen(self) -> tuple[socket.socket, LocalAddress]:
         """A socket that accepts connections. Removes those of processes that have ended. Raises: SetupError."""
         self._sweep()
-        name = secrets.token_hex(_NAME_BYTES)
-        # Under another name until it listens, so that nobody takes it for that of a process that has ended.
-        binding, path = self.path / f"{name}.new", self.path / f"{self._prefix}{name}{SUFFIX}"
+        path = self.path / f"{self._prefix}{secrets.token_hex(_NAME_BYTES)}{SUFFIX}"
+        # Under another name until it listens, so that nobody takes it for that of a process that has ended. It is a
+        # longer one, so that a path that is too long is found here.
+        binding = path.with_name(f"{path.name}.new")
         try:
             listener = _new_socket()
             try:

@@ -53,6 +53,8 @@ class LocalTransport:
         self._copying: set[Operation] = set()
         self._is_closed = False
         self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copies")
+        #: Lets memory go that senders have left, which takes long.
+        self._unmaps = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-unmaps")
         self._loop = asyncio.get_running_loop()
 
     def share(self, memory: SharedMemory) -> None:
@@ -60,8 +62,10 @@ class LocalTransport:
         self._memories.append(memory)
 
     def unshare(self, memory: SharedMemory) -> None:
-        """Messages in this memory are copied before they are sent. Connected peers may keep it mapped."""
+        """Messages in this memory are copied before they are sent, and connected peers unmap it."""
         self._memories.remove(memory)
+        for peer in self._peers:
+            peer.forget(memory)
 
     @property
     def is_required(self) -> bool:
@@ -97,7 +101,8 @@ class LocalTransport:
         """Connects to a process of this user."""
         target = LocalAddress.unpack(address)
         peer = LocalPeer(self._directory.connect(target), target.token, self._memories, self._peers.discard)
-        self._peers.add(peer)
+        if not peer.closed:
+            self._peers.add(peer)
         try:
             async with asyncio.timeout(_WELCOME_S):
                 await asyncio.shield(peer.welcome)
@@ -170,8 +175,9 @@ class LocalTransport:
         for sender in self._senders:
             sender.close()
         self._senders.clear()
-        await self._loop.run_in_executor(self._copies, int)  # Behind all copies, and all memory that is let go.
-        self._copies.shutdown()
+        for threads in (self._copies, self._unmaps):
+            await self._loop.run_in_executor(threads, int)  # Behind all that they have to do.
+            threads.shutdown()
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -186,8 +192,12 @@ class LocalTransport:
             self._loop.call_later(_NO_FILE_S, self._accept_again)
             return
         accepted.setblocking(False)
-        sender = IncomingPeer(accepted, self._address.token, self._on_offers, self._on_end, self._copies.submit)
+        sender = IncomingPeer(accepted, self._address.token, self._on_offers, self._on_end, self._release)
         self._senders.add(sender)
+
+    def _release(self, let_go: Callable[[], None]) -> None:
+        """Runs it behind the copies that are under way, and beside later ones."""
+        self._copies.submit(self._unmaps.submit, let_go)
 
     def _accept_again(self) -> None:
         if self._listener is not None:

@@ -6,31 +6,45 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pytest
 
+from kvtransfer.handover.memory import BlockMemory, InPlaceMemory
+from kvtransfer.handover.sender import Sender
 from kvtransfer.transport import open_transport
 from kvtransfer.transport.local import incoming_peer, packets
 from kvtransfer.transport.local import transport as transport_module
 from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.local.socket_directory import SocketDirectory
 from kvtransfer.transport.local.transport import LocalTransport
+from kvtransfer.transport.path import DataEndpoint
 from kvtransfer.transport.with_local import WithLocal
 from pdserve.base.errors import PeerLost, SetupError
 from pdserve.base.shared_memory import SharedMemory, map_to_read
+from pdserve.peers.host_identity import own_host_identity
 from tests.integration.kvtransfer.memory import payload_of
 from tests.support.deadline import DEADLINE_S
+from tests.support.tickets import a_ticket
 
 SIZE = 1 << 20
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> SocketDirectory:
-    return SocketDirectory(tmp_path)
+def short_path() -> Iterator[Path]:
+    """A directory whose sockets have names that are short enough, which those of pytest need not have."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def directory(short_path: Path) -> SocketDirectory:
+    return SocketDirectory(short_path)
 
 
 @pytest.fixture
@@ -83,6 +97,16 @@ async def test_shared_memory_is_mapped_once_and_until_the_sender_has_gone(start:
         assert mapped_to_read() == 1
     sender.disconnect(peer)
     await until(lambda: mapped_to_read() == 0)
+
+
+async def test_memory_that_is_no_longer_shared_is_unmapped(start: Callable[[], LocalTransport]) -> None:
+    sender, receiver, lasting, probe = start(), start(), filled(1), filled(2)
+    for memory in (lasting, probe):
+        sender.share(memory)
+    await sender.connect(await receiver.listen())
+    assert mapped_to_read() == 2
+    sender.unshare(probe)
+    await until(lambda: mapped_to_read() == 1)
 
 
 async def test_a_message_elsewhere_is_copied_and_the_copy_is_unmapped(start: Callable[[], LocalTransport]) -> None:
@@ -141,7 +165,7 @@ async def test_another_user_is_refused(start: Callable[[], LocalTransport], dire
     receiver = start()
     await receiver.listen()
     path, token = directory.path / receiver.address.name, receiver.address.token
-    for each in (path, *list(path.parents)[:-1]):
+    for each in (path, path.parent):
         each.chmod(0o777)
     code = (
         "import os, socket, sys; os.setuid(12345); s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET);"
@@ -311,25 +335,51 @@ async def test_a_process_without_descriptors_accepts_senders_when_it_has_some(
     assert len(calls) == 3
 
 
-async def test_a_directory_that_was_not_chosen_may_be_unusable(tmp_path: Path) -> None:
+async def test_a_directory_that_was_not_chosen_may_be_unusable(short_path: Path) -> None:
     """TMPDIR may be too long for a socket's name, or belong to root alone."""
-    deep = tmp_path / ("d" * 100)
+    deep = short_path / ("d" * 100)
     transport = open_transport("ucx", local_sockets=SocketDirectory(deep, is_required=False))
     assert isinstance(transport, WithLocal)
     transport.share(SharedMemory(SIZE))
     await transport.listen()
     assert transport.local_address is None
     await transport.close()
-    chosen = open_transport("ucx", local_sockets=SocketDirectory(deep))
-    with pytest.raises(SetupError, match="No local socket"):
-        await chosen.listen()
-    await chosen.close()
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # A shorter name of the socket would fit.
+        chosen = open_transport("ucx", local_sockets=SocketDirectory(Path(short) / ("d" * (79 - len(short)))))
+        with pytest.raises(SetupError, match="No local socket"):
+            await chosen.listen()
+        await chosen.close()
 
 
-def test_a_directory_that_anybody_may_write_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
+async def test_transfers_behind_one_that_was_refused_take_ucx_at_once(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[LocalAddress] = []
+
+    async def refuse(address: LocalAddress) -> None:
+        refused.append(address)
+        await asyncio.sleep(0)
+        raise PeerLost("It does not answer.")
+
+    monkeypatch.setattr(pair.sender, "connect_locally", refuse)
+    data_address = await pair.receiver.listen()
+    end = DataEndpoint(host=own_host_identity(), lanes=(), local=pair.receiver.local_address)
+    ticket = replace(a_ticket(), data_address=data_address, data_endpoint=end, guarded_addresses=())
+    sender = Sender(transport=pair.sender, memory=cast(BlockMemory, InPlaceMemory), layout=ticket.layout)
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+
+    async def connected() -> bool:
+        async with sender._connected(ticket, deadline) as peer:
+            return pair.sender.is_local(peer)
+
+    assert await asyncio.gather(*(connected() for _ in range(5))) == [False] * 5
+    assert refused == [end.local]
+
+
+def test_a_directory_that_anybody_may_write_is_refused(short_path: Path) -> None:
+    short_path.chmod(0o777)
     with pytest.raises(SetupError, match="anybody may write"):
-        SocketDirectory(tmp_path)
+        SocketDirectory(short_path)
 
 
 class Pair:
@@ -347,8 +397,8 @@ def opened(path: Path) -> WithLocal:
 
 
 @pytest.fixture
-async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
-    pair = Pair(tmp_path, tmp_path)
+async def pair(short_path: Path) -> AsyncIterator[Pair]:
+    pair = Pair(short_path, short_path)
     yield pair
     await pair.sender.close()
     await pair.receiver.close()
@@ -392,11 +442,11 @@ async def test_cancelled_receives_are_written_by_neither(pair: Pair) -> None:
     assert all((receive.buffer == 7).all() for receive in receives)
 
 
-def test_sockets_in_another_directory_are_out_of_reach(tmp_path: Path) -> None:
+def test_sockets_in_another_directory_are_out_of_reach(short_path: Path) -> None:
     async def reached(sender: str, receiver: str) -> bool:
-        (tmp_path / sender).mkdir(exist_ok=True)
-        (tmp_path / receiver).mkdir(exist_ok=True)
-        pair = Pair(tmp_path / sender, tmp_path / receiver)
+        (short_path / sender).mkdir(exist_ok=True)
+        (short_path / receiver).mkdir(exist_ok=True)
+        pair = Pair(short_path / sender, short_path / receiver)
         await pair.receiver.listen()
         assert pair.receiver.local_address is not None
         try:
