@@ -52,7 +52,7 @@ from kvtransfer.transport.own_sockets import Connection
 from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.ids import BlockId, RequestId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
-from pdserve.base.shared_memory import SharedMemory
+from pdserve.base.shared_memory import zeros
 from pdserve.base.tasks import service_group
 from pdserve.peers.host_identity import own_host_identity
 from pdserve.v1 import decode_pb2
@@ -80,9 +80,9 @@ class Round:
 class Memory:
     """Blocks of random bytes, as a KV cache would hold them."""
 
-    def __init__(self, num_blocks: int, layout: KvLayout, seed: int) -> None:
-        self.shared = SharedMemory(num_blocks * layout.block_bytes)
-        self.blocks = self.shared.bytes.reshape(num_blocks, -1)
+    def __init__(self, num_blocks: int, layout: KvLayout, seed: int, *, is_shared: bool) -> None:
+        memory, self.shared = zeros(num_blocks * layout.block_bytes, is_shared=is_shared)
+        self.blocks = memory.reshape(num_blocks, -1)
         self.blocks[:] = np.random.default_rng(seed).integers(0, 256, self.blocks.shape, np.uint8)
 
     def block_bytes_view(self, block_id: BlockId) -> Buffer:
@@ -116,14 +116,14 @@ def layout_of(block_bytes: int) -> KvLayout:
 def opened(args: argparse.Namespace, memory: Memory) -> Transport:
     sockets = SocketDirectory(args.local_sockets) if args.local_sockets else None
     transport = open_transport(args.transport, guarded=args.guard, local_sockets=sockets)
-    if isinstance(transport, LocalTransports):
+    if isinstance(transport, LocalTransports) and memory.shared is not None:
         transport.share(memory.shared)
     return transport
 
 
 async def decode(link: Link, args: argparse.Namespace) -> None:
     layout = layout_of(args.block_bytes)
-    memory = Memory(args.blocks, layout, 1)
+    memory = Memory(args.blocks, layout, 1, is_shared=args.local_sockets is not None)
     transport = opened(args, memory)
     await transport.listen()
     local = transport.local_address if isinstance(transport, LocalTransports) else None
@@ -167,7 +167,7 @@ async def answer(transport: Transport, message: bytes) -> None:
 
 async def prefill(link: Link, args: argparse.Namespace) -> None:
     layout = layout_of(args.block_bytes)
-    memory = Memory(args.blocks, layout, 2)
+    memory = Memory(args.blocks, layout, 2, is_shared=args.local_sockets is not None)
     transport = opened(args, memory)
 
     async def introduce(ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:

@@ -56,6 +56,7 @@ class Sender:
         names connections to the workers that granted tickets.
         """
         self._transport = transport
+        self._local = transport if isinstance(transport, LocalTransports) else None
         self._memory = memory
         self._layout = layout
         self._max_outstanding_bytes = max_outstanding_bytes or memory.window_bytes
@@ -102,19 +103,19 @@ class Sender:
 
     def _local_address(self, ticket: Ticket) -> LocalAddress | None:
         """Where to send to within the host; None: the workers are not on one host, or share no memory."""
-        end, transport = ticket.data_endpoint, self._transport
-        if end is None or end.local is None or not isinstance(transport, LocalTransports):
+        end = ticket.data_endpoint
+        if self._local is None or end is None or end.local is None or not self._local.reaches(end.local):
             return None
         is_refused = asyncio.get_running_loop().time() < self._refused_until.get(end.local, 0.0)
-        return end.local if not is_refused and transport.reaches(end.local) else None
+        return None if is_refused else end.local
 
     @asynccontextmanager
     async def _connected(self, ticket: Ticket, deadline: float) -> AsyncIterator[Peer]:
         """The peer of a ticket: within the host where that works, else between hosts."""
         async with AsyncExitStack() as stack:
             local = self._local_address(ticket)
-            if local is not None and isinstance(self._transport, LocalTransports):
-                connect = partial(self._connect_locally, ticket, self._transport, local)
+            if self._local is not None and local is not None:
+                connect = partial(self._connect_locally, ticket, self._local, local)
                 try:
                     peer = await stack.enter_async_context(self._peers.use(local.pack(), connect, deadline=deadline))
                 except PeerLost:
@@ -141,7 +142,7 @@ class Sender:
     def _answering_callbacks(self, ticket: Ticket, peer: Peer) -> asyncio.Task[None] | None:
         if not ticket.guarded_addresses or self._settled.get(ticket.data_address) is peer:
             return None
-        if isinstance(self._transport, LocalTransports) and self._transport.is_local(peer):
+        if self._local is not None and self._local.is_local(peer):
             return None
         return asyncio.create_task(self._introductions.answer_callbacks(ticket), name="answers to callbacks")
 

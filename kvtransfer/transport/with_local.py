@@ -28,8 +28,7 @@ class WithLocal:
         self._local = local
         local.may_take = remote.withdraw
         self.name = remote.name
-        #: Nobody can connect within the host, since there is no socket.
-        self._is_off = False
+        self._has_listened = False
 
     @property
     def guard(self) -> TransportGuard:
@@ -39,7 +38,7 @@ class WithLocal:
     @property
     def local_address(self) -> LocalAddress | None:
         """Where processes of this host send to; None: this process shares no memory with them."""
-        return self._local.address if self._uses_local else None
+        return self._local.address if self._local.has_memory else None
 
     def share(self, memory: SharedMemory) -> None:
         """Messages in this memory are sent to processes of this host from where they are."""
@@ -51,7 +50,7 @@ class WithLocal:
 
     def reaches(self, address: LocalAddress) -> bool:
         """Whether both processes share memory, and the address is in this one's directory."""
-        return self._uses_local and self._local.reaches(address)
+        return self._local.has_memory and self._local.reaches(address)
 
     def is_local(self, peer: Peer) -> bool:
         """Whether the peer was connected to within the host."""
@@ -59,13 +58,13 @@ class WithLocal:
 
     async def listen(self) -> bytes:
         """The data address of UCX. Local senders can connect, too, where that is possible or required."""
-        if not self._is_off:
+        if not self._has_listened:
+            self._has_listened = True  # Once: this is called for each ticket.
             try:
                 await self._local.listen()
             except SetupError as error:
                 if self._local.is_required:
                     raise
-                self._is_off = True
                 log.warning("local_sockets_unusable", reason=error)
         return await self._remote.listen()
 
@@ -86,7 +85,7 @@ class WithLocal:
         receive = self._remote.post_receive(tag, buffer, digest)
         if not receive.done:
             self._local.expect(receive)
-            receive.add_done_callback(self._forget)
+            receive.add_done_callback(self._local.forget)
         return receive
 
     def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
@@ -113,13 +112,6 @@ class WithLocal:
     def lanes(self, peer: Peer) -> tuple[str, ...]:
         """What the connection uses."""
         return LOCAL_LANES if isinstance(peer, LocalPeer) else self._remote.lanes(peer)
-
-    def _forget(self, receive: Operation) -> None:
-        self._local.forget(receive)
-
-    @property
-    def _uses_local(self) -> bool:
-        return self._local.has_memory and not self._is_off
 
     def _of(self, peer: Peer) -> UcxTransport | LocalTransport:
         return self._local if isinstance(peer, LocalPeer) else self._remote

@@ -60,6 +60,8 @@ class _LastStep:
     """The step launched last, of which the device has everything but perhaps the sampling."""
 
     plan: StepPlan
+    rows: list[SampleRow]
+    logits_rows: list[int]
     #: None: sampling has been launched, and needs them no more on the host.
     logits: Tensor | None
     #: Waits for the sampled tokens; None: sampling is not launched yet.
@@ -86,7 +88,7 @@ class DeviceRunner(Runner):
 
     def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:
         """As `Runner.launch`."""
-        rows, _ = plan.sample_rows()
+        rows, logits_rows = plan.sample_rows()
         before, self._last = self._last, None
         if batch is None or not rows:
             return super().launch(plan, batch, report_layers)
@@ -96,7 +98,7 @@ class DeviceRunner(Runner):
         on_layer = self._prepare(plan, report_layers)
         token_ids = before.token_ids if plan.is_ahead and before is not None else None
         logits = self._decoder.forward(batch, self.kv_cache.tensor, on_layer, token_ids=token_ids)
-        step = self._last = _LastStep(plan, logits)
+        step = self._last = _LastStep(plan, rows, logits_rows, logits)
         if not follow:
             self._sample(step, rows, is_ahead=plan.is_ahead)
         return partial(self._results, step)
@@ -120,13 +122,13 @@ class DeviceRunner(Runner):
             return
         rows = [
             row if sequence.block_table else stand_in(row)
-            for sequence, row in zip(step.plan.decoding, step.plan.sample_rows()[0], strict=True)
+            for sequence, row in zip(step.plan.decoding, step.rows, strict=True)
         ]
         self._masks.start(rows)
         self._sample(step, rows, is_ahead=False)
 
     def _sample(self, step: _LastStep, rows: Items[SampleRow], *, is_ahead: bool) -> None:
-        _, logits_rows = step.plan.sample_rows()
+        logits_rows = step.logits_rows
         logits, step.logits = step.logits, None
         assert logits is not None
         if self._masks.late():

@@ -33,7 +33,7 @@ class GrammarFailed(Exception):
 
 
 class GrammarMismatch(GrammarFailed):
-    """The tokens of an output do not match its grammar: whoever has generated them is at fault."""
+    """The tokens of an output do not match its grammar: the worker that has generated them is at fault."""
 
 
 class GrammarVocabulary:

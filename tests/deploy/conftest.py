@@ -54,7 +54,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def _override(work: Path) -> Path:
-    """What this machine needs beyond the compose file: a way to the package index, and UCX's report of its lanes."""
+    """What this machine needs beyond the compose file: a way to the package index."""
     index = package_index()
     (work / "pip.conf").write_text(index.pip_conf(with_wheels=False), encoding="utf-8")
     model: dict[str, object] = {"network_mode": "host"}
@@ -62,9 +62,8 @@ def _override(work: Path) -> Path:
     certificates = Path("/etc/ssl/certs/ca-certificates.crt")
     if certificates.exists():
         mounts.append(f"{certificates}:{certificates}:ro")
-    workers = {tier: {"environment": {"UCX_LOG_LEVEL": "info"}} for tier in ("prefill", "decode")}
     path = work / "override.yaml"
-    path.write_text(json.dumps({"services": {"model": {**model, "volumes": mounts}, **workers}}), encoding="utf-8")
+    path.write_text(json.dumps({"services": {"model": {**model, "volumes": mounts}}}), encoding="utf-8")
     return path
 
 

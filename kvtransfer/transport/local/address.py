@@ -19,7 +19,7 @@ class LocalAddress:
     directory: str
     #: The socket's file name.
     name: str
-    #: Whoever knows it may connect.
+    #: Required to connect.
     token: bytes
 
     def pack(self) -> bytes:

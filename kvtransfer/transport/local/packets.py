@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 #: First byte of each packet.
 HELLO, WELCOME, MEMORY, OFFER, TAKEN, FORGET = b"H", b"W", b"M", b"O", b"T", b"F"
@@ -40,9 +40,7 @@ def hello(token: bytes, num_memories: int) -> bytes:
 
 def read_hello(body: bytes) -> tuple[bytes, int]:
     """Token and number of memories. Raises `Malformed`."""
-    if len(body) != _HELLO.size:
-        raise Malformed
-    token, num_memories = _HELLO.unpack(body)
+    token, num_memories = _fields(_HELLO, body)
     return token, num_memories
 
 
@@ -63,9 +61,7 @@ def offers(given: Sequence[Offer]) -> Iterator[bytes]:
 
 def read_offers(body: bytes) -> Iterable[Offer]:
     """The offers of a packet. Raises `Malformed`."""
-    if len(body) % _OFFER.size:
-        raise Malformed
-    return map(Offer._make, _OFFER.iter_unpack(body))
+    return map(Offer._make, _records(_OFFER, body))
 
 
 def taken(tags: Sequence[int]) -> Iterator[bytes]:
@@ -76,9 +72,7 @@ def taken(tags: Sequence[int]) -> Iterator[bytes]:
 
 def read_taken(body: bytes) -> Iterable[int]:
     """The tags of a packet. Raises `Malformed`."""
-    if len(body) % _TAG.size:
-        raise Malformed
-    return (tag for (tag,) in _TAG.iter_unpack(body))
+    return (tag for (tag,) in _records(_TAG, body))
 
 
 def memory(number: int, num_bytes: int) -> bytes:
@@ -88,9 +82,7 @@ def memory(number: int, num_bytes: int) -> bytes:
 
 def read_memory(body: bytes) -> tuple[int, int]:
     """Number and size in bytes. Raises `Malformed`."""
-    if len(body) != _MEMORY.size:
-        raise Malformed
-    number, num_bytes = _MEMORY.unpack(body)
+    number, num_bytes = _fields(_MEMORY, body)
     return number, num_bytes
 
 
@@ -101,7 +93,17 @@ def forget(number: int) -> bytes:
 
 def read_forget(body: bytes) -> int:
     """The number of the memory. Raises `Malformed`."""
-    if len(body) != _FORGET.size:
-        raise Malformed
-    (number,) = _FORGET.unpack(body)
+    (number,) = _fields(_FORGET, body)
     return int(number)
+
+
+def _fields(layout: struct.Struct, body: bytes) -> tuple[Any, ...]:
+    if len(body) != layout.size:
+        raise Malformed
+    return layout.unpack(body)
+
+
+def _records(layout: struct.Struct, body: bytes) -> Iterator[tuple[Any, ...]]:
+    if len(body) % layout.size:
+        raise Malformed
+    return layout.iter_unpack(body)

@@ -78,20 +78,20 @@ class LocalTransport:
         return bool(self._memories)
 
     @property
-    def address(self) -> LocalAddress:
-        """Where this process takes messages. The first call starts to listen. Raises: SetupError."""
-        if self._address is None:
-            self._listener, self._address = self._directory.listen()
-            self._loop.add_reader(self._listener, self._accept)
+    def address(self) -> LocalAddress | None:
+        """Where this process takes messages; None: it does not listen."""
         return self._address
 
     async def listen(self) -> bytes:
-        """The packed address. Raises: SetupError."""
-        try:
-            await self._loop.run_in_executor(self._copies, int)  # A process without a thread for copies finds out now.
-        except RuntimeError as error:
-            raise SetupError(f"No thread can be started that copies blocks: {error}.") from error
-        return self.address.pack()
+        """The packed address. Only the first call has something to do. Raises: SetupError."""
+        if self._address is None:
+            try:
+                self._copies.submit(int)  # A process that cannot have the thread finds out now.
+            except RuntimeError as error:
+                raise SetupError(f"No thread can be started that copies blocks: {error}.") from error
+            self._listener, self._address = self._directory.listen()
+            self._loop.add_reader(self._listener, self._accept)
+        return self._address.pack()
 
     def reaches(self, address: LocalAddress) -> bool:
         """Whether the address is in this process's directory."""
@@ -130,9 +130,9 @@ class LocalTransport:
         if early is not None:
             self._take([(early, receive)])
 
-    def forget(self, receive: Operation) -> bool:
-        """Takes a receive back, unless its message is being copied. Whether it waited."""
-        return self._matcher.withdraw(receive)
+    def forget(self, receive: Operation) -> None:
+        """Takes a receive back, unless its message is being copied."""
+        self._matcher.withdraw(receive)
 
     def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
         """Offers a message."""
@@ -210,7 +210,7 @@ class LocalTransport:
     def _on_offers(self, messages: Sequence[OfferedMessage]) -> None:
         matches = []
         for message in messages:
-            if message.sender.closed:  # Since it was told that one was dropped.
+            if message.sender.closed:  # Its socket failed when a drop was acknowledged.
                 break
             receive = self._matcher.arrive(message.tag, message)
             if receive is not None:
@@ -245,6 +245,7 @@ class LocalTransport:
                 np.copyto(receive.buffer, message.buffer)
                 receive.find_digest()  # While the bytes are in the processor's cache.
             except Exception as found:  # noqa: BLE001 - whatever it is, the receive has to end
+                log.error("message_not_copied", exc=found)
                 error = TransferError(f"A message could not be copied: {type(found).__name__}.")
             copied.append((message.sender, receive, error))
             copied_bytes += receive.buffer.nbytes
