@@ -91,8 +91,8 @@ class Reservations:
         num_cached = self._blocks.count_cached(sequence, recompute_last=False)
         num_blocks = pool.blocks_for(sequence.num_prompt)
         first_missing = self._blocks.first_missing(sequence.num_prompt, num_cached)
-        num_missing = sum(self._limits.capacity_for(num_blocks - first) for first in first_missing)
-        locally = self._is_computed_here(request, sequence.num_prompt - num_cached, num_missing)
+        num_missing = sum(num_blocks - first for first in first_missing)
+        locally = self._is_computed_here(request, sequence.num_prompt - num_cached)
         if not locally and not self._may_receive(num_missing, room):
             return False
         while not self._blocks.admit(sequence, sequence.num_prompt + 1, headroom=room.headroom, recompute_last=locally):
@@ -118,12 +118,11 @@ class Reservations:
         pool, carrier = self._blocks.pool, request.prompt_sequence
         hashes = moving_hashes(request, pool.block_size)
         num_cached = pool.count_prefix(hashes)
-        del hashes[num_cached + min(self._limits.max_reserved_blocks, self._limits.max_receivable_blocks) :]
+        del hashes[num_cached + self._limits.max_reserved_blocks :]
         num_fresh = len(hashes) - num_cached
-        num_missing = self._limits.capacity_for(num_fresh)
         # Each choice also needs a block for the tokens behind its last full one. On an otherwise empty worker, choices
         # that do not fit together run one after the other.
-        if not self._may_receive(num_missing, room):
+        if not self._may_receive(num_fresh, room):
             return False
         while num_fresh + room.headroom + len(request.output) > pool.num_free and pool.num_free < pool.num_blocks:
             if not room.make_room():
@@ -136,7 +135,7 @@ class Reservations:
         carrier.block_table.extend(fresh)
         self.remove(request)
         request.moved, request.num_cached = hashes, num_cached * pool.block_size
-        self._hold(request, num_missing, num_fresh)
+        self._hold(request, num_fresh, num_fresh)
         return True
 
     def remove(self, request: ScheduledRequest) -> None:
@@ -157,10 +156,10 @@ class Reservations:
         assert set(self._reserved) == set(self._missing), "reserved blocks belong to no request"
         assert self._num_missing == sum(self._missing.values()), "missing blocks are miscounted"
 
-    def _is_computed_here(self, request: ScheduledRequest, num_uncached_tokens: int, num_missing: int) -> bool:
+    def _is_computed_here(self, request: ScheduledRequest, num_uncached_tokens: int) -> bool:
         threshold = request.job.local_prefill_threshold
         is_small = threshold > 0 and num_uncached_tokens <= threshold
-        return request.locally or is_small or num_missing > self._limits.max_receivable_blocks
+        return request.locally or is_small
 
     def _may_receive(self, num_blocks: int, room: Room) -> bool:
         pool = self._blocks.pool

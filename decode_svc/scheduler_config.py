@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 
 from pdserve.engine.block_pool import BlockPool
@@ -16,14 +15,6 @@ class ReservationLimits:
 
     #: Maximum number of blocks that wait at a time. A single request may exceed it on an otherwise empty worker.
     max_reserved_blocks: int
-    #: Maximum number of blocks that can be received at a time. Prompts that miss more are computed here.
-    max_receivable_blocks: int
-    #: Blocks that arrive together; a bundle that is cut short takes as much capacity as a full one.
-    bundle_blocks: int
-
-    def capacity_for(self, num_blocks: int) -> int:
-        """Number of receivable blocks that a transfer of `num_blocks` takes: whole bundles."""
-        return -(-num_blocks // self.bundle_blocks) * self.bundle_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +31,6 @@ class DecodeSchedulerConfig:
     itl_budget_s: float = 0.05
     #: Share of all blocks that may wait for transfers. A request may exceed it when it is the only one on this worker.
     max_reserved_share: float = 0.5
-    #: Maximum number of blocks in flight at a time, whatever the share.
-    max_receivable_blocks: int = sys.maxsize
-    #: Blocks that arrive together.
-    bundle_blocks: int = 1
     #: Tokens that a grammar forces are appended at once, and computed together.
     appends_forced: bool = False
 
@@ -58,12 +45,7 @@ class DecodeSchedulerConfig:
 
     def reservation_limits(self, pool: BlockPool) -> ReservationLimits:
         """Bounds on the blocks of `pool` that wait for transfers."""
-        share = int(self.max_reserved_share * pool.num_blocks)
-        return ReservationLimits(
-            max_reserved_blocks=min(share, self.max_receivable_blocks),
-            max_receivable_blocks=self.max_receivable_blocks,
-            bundle_blocks=self.bundle_blocks,
-        )
+        return ReservationLimits(max_reserved_blocks=int(self.max_reserved_share * pool.num_blocks))
 
     def limits_within(self, pool: BlockPool) -> SequenceLimits:
         """Bounds on a sequence whose KV has to fit into `pool`.

@@ -70,8 +70,6 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 itl_budget_s=self.itl_budget_s,
                 max_reserved_share=config.max_reserved_share,
-                max_receivable_blocks=worker.blocks.max_blocks,
-                bundle_blocks=worker.blocks.bundle_blocks,
                 # On a GPU, steps with several tokens of a sequence are launched kernel by kernel.
                 appends_forced=config.device == "cpu",
             ),

@@ -161,8 +161,7 @@ class DecodeSession:
             on_received=self._on_received,
             on_expired=self._on_expired,
         )
-        # Copies, which the scheduler does not count, may hold the stage. A router that gives up ends that wait.
-        await self._hand_out(await self._inbox.unless_failed(self._receiver.grant(reservation, attempt=self._attempt)))
+        await self._hand_out(await self._receiver.grant(reservation, attempt=self._attempt))
 
     async def _hand_out(self, ticket: Ticket) -> None:
         self._life, self._attempt = Receiving(ticket), ticket.attempt

@@ -1,6 +1,6 @@
 """What happens in a handover and what to do about it: events and effects of its two state machines. Pure.
 
-`index` numbers the messages of a transfer and `bundle` its bundles, as `TransferShape` does.
+`index` numbers the messages of a transfer, as `TransferShape` does.
 """
 
 from __future__ import annotations
@@ -144,13 +144,6 @@ class StoreMessage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GiveBack:
-    """Every message of `bundle` is in its blocks: its buffer is free."""
-
-    bundle: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CancelReceives:
     """Withdraw every receive of the transfer, then report `Quiet`."""
 
@@ -194,5 +187,5 @@ class Disconnect:
     """Sends are stuck: disconnect the peer, which ends them."""
 
 
-ReceiveEffect = WatchLease | Released | StoreMessage | GiveBack | CancelReceives | Verified | AnswerCommit | ForgetAt
+ReceiveEffect = WatchLease | Released | StoreMessage | CancelReceives | Verified | AnswerCommit | ForgetAt
 SendEffect = WatchLease | Released | StopSending | Disconnect

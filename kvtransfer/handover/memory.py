@@ -60,6 +60,9 @@ class BlockMemory(Protocol):
     def window_bytes(self) -> int:
         """Bytes of one transfer that may be on the wire at a time."""
 
+    def try_lend(self, bundle: Bundle) -> Buffer | None:
+        """What `lend` returns for one bundle, or None when that would wait."""
+
     async def lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
         """Memory for these bundles, uint8 [blocks * block_bytes] each. The caller gives every buffer back.
 
@@ -107,8 +110,12 @@ class InPlaceMemory:
         self._blocks = blocks
         self._layout = layout
 
+    def try_lend(self, bundle: Bundle) -> Buffer:
+        first = self._blocks.block_bytes_view(bundle[0])
+        return first if len(bundle) == 1 else np.empty(len(bundle) * first.nbytes, np.uint8)
+
     async def lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
-        return [self._lend(bundle) for bundle in bundles]
+        return [self.try_lend(bundle) for bundle in bundles]
 
     async def load(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], spec: MessageSpec) -> list[bytes]:
         assert spec.after is None, "blocks in host memory are computed before they are reported"
@@ -122,10 +129,6 @@ class InPlaceMemory:
 
     def give_back(self, buffer: Buffer) -> None:
         pass
-
-    def _lend(self, bundle: Bundle) -> Buffer:
-        first = self._blocks.block_bytes_view(bundle[0])
-        return first if len(bundle) == 1 else np.empty(len(bundle) * first.nbytes, np.uint8)
 
     def _gather(self, bundle: Bundle, buffer: Buffer, spec: MessageSpec) -> None:
         num_layers = self._layout.groups[spec.kv_group].num_layers

@@ -20,7 +20,6 @@ from kvtransfer.handover.events import (
     CancelReceives,
     CommitArrived,
     ForgetAt,
-    GiveBack,
     LeaseKept,
     MessageLanded,
     MessageLost,
@@ -120,8 +119,6 @@ class ReceiveMachine(TransferMachine[ReceiveState, ReceiveEvent, ReceiveEffect])
         self._lease_s = lease_s
         #: Digests of received messages.
         self._digests: list[bytes | None] = [None] * shape.num_messages
-        #: Messages that have not been received, for each bundle.
-        self._missing = [segment.layer_groups for segment in shape.segments for _ in range(segment.num_bundles)]
         self._storing: set[int] = set()
         self._lost: set[int] = set()
         self._first_landed_at: float | None = None
@@ -177,14 +174,9 @@ class ReceiveMachine(TransferMachine[ReceiveState, ReceiveEvent, ReceiveEffect])
             self._note_arrival(now)
         self._digests[index] = event.digest
         self.num_received += 1
-        bundle = self._shape.bundle_of(index)
-        self._missing[bundle] -= 1
-        effects: list[ReceiveEffect] = [] if self._missing[bundle] else [GiveBack(bundle=bundle)]
         if self.state in _LEASED:
             self._renew_lease(now)
-        if self.state is ReceiveState.COMMITTING:
-            effects += self._try_commit(now)
-        return effects
+        return self._try_commit(now) if self.state is ReceiveState.COMMITTING else []
 
     def _on_lost(self, event: MessageLost) -> list[ReceiveEffect]:
         self._require_outstanding(event.index)

@@ -31,19 +31,9 @@ class Receiver:
         return sum(not transfer.is_over for transfer in self._transfers.values())
 
     async def grant(self, reservation: Reservation, *, attempt: int) -> Ticket:
-        """Posts a receive for every message, then returns the ticket for them.
-
-        Raises: SetupError when the transport does not come up; NoFreeBlocks when the blocks can never be received.
-        """
+        """Returns a ticket, whose messages may then arrive. Raises: SetupError when the transport does not come up."""
         shape = self._shape_of(reservation)
-        buffers = await self._memory.lend(reservation.bundles(shape))
-        try:
-            # The address may have changed while memory was waited for.
-            ticket = self._new_ticket(reservation, attempt, shape, await self._transport.listen())
-        except BaseException:
-            for buffer in buffers:
-                self._memory.give_back(buffer)
-            raise
+        ticket = self._new_ticket(reservation, attempt, shape, await self._transport.listen())
         transfer = IncomingTransfer(
             ticket,
             reservation,
@@ -53,7 +43,7 @@ class Receiver:
             forget=self._forget,
         )
         self._transfers[ticket.transfer_id] = transfer
-        transfer.start(buffers)
+        transfer.start()
         return ticket
 
     def keep_lease(self, transfer_id: TransferId) -> None:

@@ -75,6 +75,11 @@ class StagedMemory:
         """Blocks that fit into the free frames."""
         return len(self._free) * self.bundle_blocks
 
+    def try_lend(self, bundle: Bundle) -> Buffer | None:
+        if self._waiting or not self._free:
+            return None
+        return self._take([len(bundle)])[0]
+
     async def lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
         sizes = [len(bundle) for bundle in bundles]
         num_frames = self.max_blocks // self.bundle_blocks

@@ -10,6 +10,7 @@ from kvtransfer.handover.digest import DIGEST_BYTES, DIGESTS, HOST_DIGEST, MAC_B
 from kvtransfer.handover.layer_groups import LayerGroups, TransferShape, layer_groups_of
 from kvtransfer.handover.wire_endpoint import endpoint_from_proto, endpoint_to_proto
 from kvtransfer.transport import TRANSPORTS
+from kvtransfer.transport.base import TAG_INDEX_BITS
 from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.addresses import is_host_port
 from pdserve.base.errors import DigestMismatch, RequestError
@@ -21,8 +22,6 @@ from pdserve.v1 import common_pb2, decode_pb2
 
 KEY_BYTES = 32
 TRANSFER_ID_BYTES = 16
-#: Low bits of a tag, which count the messages of a transfer. The bits above are random.
-TAG_INDEX_BITS = 20
 MAX_MESSAGES = 1 << TAG_INDEX_BITS
 MAX_LEASE_S = 3600.0
 MAX_ADDRESS_BYTES = 1 << 16

@@ -23,6 +23,8 @@ from pdserve.base.shared_memory import SharedMemory
 Buffer = npt.NDArray[np.uint8]
 
 TAG_LIMIT = 1 << 64
+#: Low bits of a tag, which number the messages of one `Inbox`. The bits above are random.
+TAG_INDEX_BITS = 20
 
 
 class Operation:
@@ -111,6 +113,21 @@ class Operation:
             callback(self)
 
 
+class Inbox(Protocol):
+    """Takes the messages of a range of tags: memory for a message is needed when it is there, not before."""
+
+    def arrived(self, tag: int) -> bool:
+        """A message waits for its receive, which may be posted within the call or later. False: it is not wanted.
+
+        It is called inside the transport: it must be short and must not raise. It may post and disconnect.
+        """
+        ...
+
+    def lost(self, error: PdserveError) -> None:
+        """Messages without a receive do not arrive any more. Otherwise as `arrived`."""
+        ...
+
+
 class Peer(Protocol):
     """A connection to one incarnation of another process."""
 
@@ -123,7 +140,8 @@ class Peer(Protocol):
 class Transport(Protocol):
     """Tagged messages between processes. Receives are matched by tag alone, in any order, from any sender.
 
-    A message that is sent before its receive is posted waits at the receiver. A tag is used for one message.
+    A message that is sent before its receive is posted waits at the receiver: for an `Inbox` as long as that is open,
+    and the few others, which are strays, until there are too many. A tag is used for one message.
     """
 
     @property
@@ -147,6 +165,14 @@ class Transport(Protocol):
 
     def disconnect(self, peer: Peer) -> None:
         """Disconnects: unfinished sends soon fail with `PeerLost`, and their buffers may then be reused."""
+        ...
+
+    def expect(self, tag_base: int, inbox: Inbox) -> None:
+        """Opens an inbox for the 2^20 tags from `tag_base`, a multiple of 2^20."""
+        ...
+
+    def dismiss(self, tag_base: int) -> None:
+        """Closes an inbox. Its waiting and later messages are dropped; posted receives are not affected."""
         ...
 
     def post_receive(self, tag: int, buffer: Buffer, digest: Callable[[Buffer], bytes] | None = None) -> Operation:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvtransfer.transport.base import Buffer, Operation, Peer
-from kvtransfer.transport.tag_matcher import TagMatcher
+from kvtransfer.transport.tag_matcher import OpensInboxes, TagMatcher
 from pdserve.base.errors import PeerLost, TransferError
 
 #: Transports of this process that listen. Weak: a transport dropped without `close` is a peer that died.
@@ -24,14 +24,14 @@ class InprocPeer:
     unfinished: set[Operation] = field(default_factory=set)
 
 
-class InprocTransport:
+class InprocTransport(OpensInboxes[Operation]):
     """`Transport` within one process and event loop."""
 
     name = "inproc"
 
     def __init__(self) -> None:
         self._address = b"inproc:" + secrets.token_bytes(16)
-        self._matcher: TagMatcher[Operation] = TagMatcher(Operation.complete)
+        self._matcher = TagMatcher[Operation](Operation.complete)
         self._peers: set[InprocPeer] = set()
 
     async def listen(self) -> bytes:
@@ -84,6 +84,7 @@ class InprocTransport:
         receives, sends = self._matcher.clear()
         for operation in (*receives, *sends):
             operation.fail(PeerLost("The transport was closed."))
+        self._matcher.lose(PeerLost("The transport was closed."))
         for peer in list(self._peers):
             self._lose(peer)
 

@@ -20,7 +20,7 @@ import ucxx._lib.libucxx as ucx
 from ucxx.exceptions import UCXError
 
 from kvtransfer.transport.base import Buffer, Operation, Peer
-from kvtransfer.transport.tag_matcher import TagMatcher
+from kvtransfer.transport.tag_matcher import OpensInboxes, TagMatcher
 from kvtransfer.transport.ucx_address import unpack_address
 from kvtransfer.transport.ucx_guard import UcxGuard
 from kvtransfer.transport.ucx_lanes import lanes_of, offered_lanes
@@ -39,14 +39,14 @@ _SLICE_S = 0.001
 #: Limit for closing an endpoint. With error handling UCX closes it at once.
 _CLOSE_PERIOD_NS = 100_000_000
 _ANY_TAG = (ucx.UCXXTag(0), ucx.UCXXTagMask(0))
-#: Bytes of early messages that are kept. Handovers post first, so early messages are strays.
+#: Bytes of messages without an inbox that are kept. They are strays.
 _MAX_EARLY_BYTES = 64 << 20
 #: Memory for unwanted messages, which overwrite each other. Of a larger one, UCX takes no more and ends it.
 _DISCARD_BYTES = 64 << 20
 _CUDA_ADVICE = " This UCX has no CUDA here. Use --handover-memory host."
 
 
-class UcxTransport:
+class UcxTransport(OpensInboxes[ucx.TagProbeResult]):
     """`Transport` over UCX. The user's UCX_* variables override the defaults.
 
     `drain_timeout_s` bounds how long `cancel` waits for an arriving message. If its sender was stopped, or died in a
@@ -77,7 +77,7 @@ class UcxTransport:
         self._is_paused = False
         self._files: SpareFiles | None = None
         self._sweeper: asyncio.Task[None] | None = None
-        self._matcher: TagMatcher[ucx.TagProbeResult] = TagMatcher(self._drain, max_early_bytes=_MAX_EARLY_BYTES)
+        self._matcher = TagMatcher[ucx.TagProbeResult](self._drain, max_early_bytes=_MAX_EARLY_BYTES)
         self._discarded: Buffer | None = None
         self._scheduled_poll: asyncio.Handle | None = None
 
@@ -142,10 +142,6 @@ class UcxTransport:
             return send
         self._schedule_poll()
         return send
-
-    def withdraw(self, receive: Operation) -> bool:
-        """Takes a receive back, unless its message is arriving. Whether it waited."""
-        return self._matcher.withdraw(receive)
 
     async def cancel(self, receives: Iterable[Operation]) -> None:
         """Withdraws waiting receives, and waits for arriving messages."""
@@ -224,6 +220,7 @@ class UcxTransport:
             torch.cuda.synchronize()
         for operation in operations:
             operation.fail(reason)
+        self._matcher.lose(reason)
 
     def _pause(self) -> None:
         """Stops polling UCX, which then neither sends nor reads."""

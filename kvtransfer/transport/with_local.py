@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvtransfer.transport.base import Buffer, Operation, Peer, TransportGuard
+from kvtransfer.transport.base import Buffer, Inbox, Operation, Peer, TransportGuard
 from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.local.outgoing_peer import LocalPeer
 from kvtransfer.transport.local.transport import LocalTransport
@@ -26,7 +26,6 @@ class WithLocal:
     def __init__(self, remote: UcxTransport, local: LocalTransport) -> None:
         self._remote = remote
         self._local = local
-        local.may_take = remote.withdraw
         self.name = remote.name
         self._has_listened = False
 
@@ -80,13 +79,20 @@ class WithLocal:
         """Disconnects."""
         self._of(peer).disconnect(peer)
 
+    def expect(self, tag_base: int, inbox: Inbox) -> None:
+        """Opens an inbox for messages from either."""
+        self._remote.expect(tag_base, inbox)
+        self._local.expect(tag_base, inbox)
+
+    def dismiss(self, tag_base: int) -> None:
+        """Closes an inbox."""
+        self._remote.dismiss(tag_base)
+        self._local.dismiss(tag_base)
+
     def post_receive(self, tag: int, buffer: Buffer, digest: Callable[[Buffer], bytes] | None = None) -> Operation:
-        """Receives a message from either."""
-        receive = self._remote.post_receive(tag, buffer, digest)
-        if not receive.done:
-            self._local.expect(receive)
-            receive.add_done_callback(self._local.forget)
-        return receive
+        """Receives a message that has arrived within the host, or one that has come or will come over UCX."""
+        transport = self._local if self._local.holds(tag) else self._remote
+        return transport.post_receive(tag, buffer, digest)
 
     def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
         """Starts sending."""
@@ -95,9 +101,7 @@ class WithLocal:
     async def cancel(self, receives: Iterable[Operation]) -> None:
         """Withdraws receives from both."""
         receives = list(receives)
-        for receive in receives:
-            self._local.forget(receive)
-        await self._local.until_copied(receives)
+        await self._local.cancel(receives)
         await self._remote.cancel(receives)
 
     async def close(self) -> None:

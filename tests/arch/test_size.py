@@ -38,9 +38,7 @@ MANY_IMPORTS = {
 MANY_ATTRIBUTES = {
     "decode_svc/session.py:DecodeSession": "one request of a worker: its parts, and how far it has come",
     "kernels/triton/attention.py:_Call": "the arguments of a kernel",
-    "kvtransfer/handover/incoming.py:IncomingTransfer": "one transfer: its parts, and how far it has come",
     "kvtransfer/handover/outgoing.py:OutgoingTransfer": "one transfer: its parts, and how far it has come",
-    "kvtransfer/handover/receive_machine.py:ReceiveMachine": "one transfer: its parts, and how far it has come",
     "pdserve/engine/sequence.py:Sequence": "one sequence: what was asked for, and how far it has come",
     "pdserve/llm/sampling_params.py:SamplingParams": "the parameters of a request, which their owner may change",
     "pdserve/net/streams.py:MessageStream": "one connection: both directions, and why it has ended",

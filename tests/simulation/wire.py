@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvtransfer.transport.base import Buffer, Operation, Peer
-from kvtransfer.transport.tag_matcher import TagMatcher
+from kvtransfer.transport.tag_matcher import OpensInboxes, TagMatcher
 from pdserve.base.errors import PeerLost, TransferError
 from tests.simulation.loop import Process, current_process
 from tests.simulation.network import Network
@@ -56,7 +56,7 @@ class WirePeer:
     unfinished: dict[Operation, None] = field(default_factory=dict)
 
 
-class WireTransport:
+class WireTransport(OpensInboxes[_Message]):
     """Implements `kvtransfer.transport.Transport` for one simulated worker."""
 
     name = "inproc"
@@ -70,15 +70,15 @@ class WireTransport:
         self._faults = faults
         self._directory = directory
         self._address = f"wire:{process.name}:".encode() + secrets.token_bytes(8)
-        self._matcher: TagMatcher[_Message] = TagMatcher(self._drop)
+        self._matcher = TagMatcher[_Message](self._drop)
         self._peers: dict[WirePeer, None] = {}
         #: Called with the buffer of a receive before it is written.
         self.on_write: Callable[[Buffer], None] = lambda buffer: None
 
     @property
-    def num_posted(self) -> int:
-        """Receives that wait for their message."""
-        return self._matcher.num_posted
+    def num_expected(self) -> int:
+        """Receives that wait for their message, and open inboxes."""
+        return self._matcher.num_posted + self._matcher.num_inboxes
 
     async def listen(self) -> bytes:
         """The address of this incarnation."""
@@ -153,6 +153,7 @@ class WireTransport:
         receives, _ = self._matcher.clear()
         for receive in receives:
             receive.fail(PeerLost("The transport was closed."))
+        self._matcher.lose(PeerLost("The transport was closed."))
         for peer in list(self._peers):
             self.disconnect(peer)
 

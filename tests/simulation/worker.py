@@ -265,8 +265,8 @@ class SimulatedWorker:
             found.append(f"{worker.calls.count} calls are open")
         if self.tier == "decode" and self.service.receiver.num_transfers:
             found.append(f"{self.service.receiver.num_transfers} transfers are open")
-        if self.transport is not None and self.transport.num_posted:
-            found.append(f"{self.transport.num_posted} receives are posted")
+        if self.transport is not None and self.transport.num_expected:
+            found.append(f"{self.transport.num_expected} receives or inboxes wait for messages")
         stage: Any = worker.blocks
         if self.plan.is_staged and len(stage._free) * stage.bundle_blocks != stage.max_blocks:
             found.append("frames of the stage are lent")

@@ -15,7 +15,7 @@ from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.local.incoming_peer import IncomingPeer, OfferedMessage
 from kvtransfer.transport.local.outgoing_peer import LocalPeer
 from kvtransfer.transport.local.socket_directory import SocketDirectory
-from kvtransfer.transport.tag_matcher import TagMatcher
+from kvtransfer.transport.tag_matcher import OpensInboxes, TagMatcher
 from pdserve.base.errors import PdserveError, PeerLost, SetupError, TransferError
 from pdserve.base.logs import get_logger
 from pdserve.base.shared_memory import SharedMemory
@@ -34,7 +34,7 @@ _Copied = tuple[IncomingPeer, Operation, PdserveError | None]
 log = get_logger(__name__)
 
 
-class LocalTransport:
+class LocalTransport(OpensInboxes[OfferedMessage]):
     """Implements `Transport`. Messages in memory that was `share`d are copied once, by a thread of the receiver."""
 
     name = "local"
@@ -47,9 +47,7 @@ class LocalTransport:
         self._memories: list[SharedMemory] = []
         self._peers: set[LocalPeer] = set()
         self._senders: set[IncomingPeer] = set()
-        self._matcher: TagMatcher[OfferedMessage] = TagMatcher(self._drop)
-        #: Whether a receive that a message came for still waits for it; another transport may have been faster.
-        self.may_take: Callable[[Operation], bool] = lambda receive: True
+        self._matcher = TagMatcher[OfferedMessage](self._drop)
         self._copying: set[Operation] = set()
         self._is_closed = False
         self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copies")
@@ -118,21 +116,17 @@ class LocalTransport:
         """Fails the peer's unfinished sends at once: the receiver's digests refuse what it copies later."""
         _own(peer).end(PeerLost("The peer was disconnected."))
 
+    def holds(self, tag: int) -> bool:
+        """Whether a message of this tag waits for the receive of an inbox."""
+        return self._matcher.holds(tag)
+
     def post_receive(self, tag: int, buffer: Buffer, digest: Callable[[Buffer], bytes] | None = None) -> Operation:
         """Receives one message."""
         receive = Operation(tag, buffer, digest)
-        self.expect(receive)
-        return receive
-
-    def expect(self, receive: Operation) -> None:
-        """Receives into an operation, which another transport may complete, too."""
         early = self._matcher.post(receive)
         if early is not None:
             self._take([(early, receive)])
-
-    def forget(self, receive: Operation) -> None:
-        """Takes a receive back, unless its message is being copied."""
-        self._matcher.withdraw(receive)
+        return receive
 
     def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
         """Offers a message."""
@@ -146,10 +140,6 @@ class LocalTransport:
         for receive in receives:
             if self._matcher.withdraw(receive):
                 receive.mark_cancelled()
-        await self.until_copied(receives)
-
-    async def until_copied(self, receives: Iterable[Operation]) -> None:
-        """Returns when none of the receives is being copied."""
         for receive in receives:
             if receive in self._copying:
                 await receive.ended()
@@ -170,6 +160,7 @@ class LocalTransport:
         for receive in receives:
             receive.fail(PeerLost("The transport was closed."))
         messages.clear()
+        self._matcher.lose(PeerLost("The transport was closed."))
         for peer in list(self._peers):
             peer.end(PeerLost("The transport was closed."))
         for sender in self._senders:
@@ -221,9 +212,7 @@ class LocalTransport:
         """Copies messages to their receives, on the thread."""
         fitting: list[_Match] = []
         for message, receive in matches:
-            if not self.may_take(receive):
-                self._drop(message)
-            elif message.sender.closed:
+            if message.sender.closed:
                 receive.fail(PeerLost("The sender has ended."))
             elif message.buffer.nbytes != receive.buffer.nbytes:
                 self._drop(message)

@@ -71,7 +71,7 @@ class ListenerControl(asyncio.Protocol):
             self._unread.clear()
             return
         whole = len(self._unread) - len(self._unread) % _ANNOUNCEMENT.size
-        taken = min(whole, _AT_ONCE * _ANNOUNCEMENT.size) if len(pair.arrivals) < _MAX_UNDER_WAY else 0
+        taken = min(whole, _AT_ONCE * _ANNOUNCEMENT.size) if pair.num_announced < _MAX_UNDER_WAY else 0
         announcements = bytes(self._unread[:taken])
         del self._unread[:taken]
         for tag, num_bytes in _ANNOUNCEMENT.iter_unpack(announcements):

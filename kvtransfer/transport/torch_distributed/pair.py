@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -15,13 +16,21 @@ from pdserve.base.errors import PeerLost
 class Arrival:
     """An announced message, received into its receive's buffer, or elsewhere if that is not posted or does not fit."""
 
+    pair: Pair
     num_bytes: int
     receive: Operation | None = None
+    #: An inbox will post its receive, or drop it: until then it is not received, nor is what was announced behind it.
+    is_held: bool = False
     #: The message will not be received.
     dropped: bool = False
     #: The received bytes.
     data: Buffer | None = None
     error: PeerLost | None = None
+
+    @property
+    def may_start(self) -> bool:
+        """Whether it is known where to receive it."""
+        return not self.is_held or self.receive is not None or self.dropped
 
     @property
     def landed(self) -> bool:
@@ -41,7 +50,14 @@ class Pair:
     link: PairLink
     lost: bool = False
     formed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    #: Announced messages that the link does not receive yet, in order, and those that it receives.
+    queue: deque[Arrival] = field(default_factory=deque)
     arrivals: set[Arrival] = field(default_factory=set)
+
+    @property
+    def num_announced(self) -> int:
+        """Messages that were announced and have not landed."""
+        return len(self.queue) + len(self.arrivals)
 
     @property
     def closed(self) -> bool:

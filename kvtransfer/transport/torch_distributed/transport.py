@@ -16,18 +16,20 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from kvtransfer.transport.base import Buffer, Operation, Peer
-from kvtransfer.transport.tag_matcher import TagMatcher
+from kvtransfer.transport.tag_matcher import OpensInboxes, TagMatcher
 from kvtransfer.transport.torch_distributed.address import DataAddress
 from kvtransfer.transport.torch_distributed.control import ConnectorControl, ListenerControl, announce, greet
+from kvtransfer.transport.torch_distributed.ends import closed, finish, finish_copy, wrong_size
 from kvtransfer.transport.torch_distributed.pair import Arrival, Pair
 from kvtransfer.transport.torch_distributed.pair_link import (
+    BROKEN_OFF,
     CONNECTOR_RANK,
     LISTENER_RANK,
     PairLinks,
     Rendezvous,
     listening_store,
 )
-from pdserve.base.errors import PeerLost, SetupError, TransferError
+from pdserve.base.errors import PeerLost, SetupError
 from pdserve.base.logs import get_logger
 
 log = get_logger(__name__)
@@ -36,7 +38,7 @@ log = get_logger(__name__)
 _MAX_FORMING = 64
 
 
-class TorchDistributedTransport:
+class TorchDistributedTransport(OpensInboxes[Arrival]):
     """`Transport` over torch.distributed. `host` is the address at which peers reach this process.
 
     `drain_timeout_s` bounds how long `cancel` waits for an arriving message; then its pair is broken off.
@@ -48,8 +50,8 @@ class TorchDistributedTransport:
         self._links = links
         self._host = host
         self._drain_timeout_s = drain_timeout_s
-        self._matcher: TagMatcher[Arrival] = TagMatcher(
-            Arrival.drop, max_early=links.max_early, max_early_bytes=links.max_unmatched_bytes
+        self._matcher = TagMatcher[Arrival](
+            self._drop, max_early=links.max_early, max_early_bytes=links.max_unmatched_bytes
         )
         self._pairs: set[Pair] = set()
         #: Pairs that were broken off and have not ended.
@@ -87,7 +89,7 @@ class TorchDistributedTransport:
             raise PeerLost(f"Cannot connect to {target.host[:255]!r}:{target.control_port}: {error}.") from error
         if self._closed:
             control.abort()
-            raise _closed()
+            raise closed()
         pair = Pair(control, self._links.open("nccl-send"))
         protocol.on_lost = lambda: self.lose(pair)
         self._pairs.add(pair)
@@ -116,6 +118,8 @@ class TorchDistributedTransport:
             early.receive = receive
             if early.landed:
                 self._deliver(early)
+            else:
+                self._receive_next(early.pair)
         return receive
 
     def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
@@ -126,28 +130,32 @@ class TorchDistributedTransport:
             send.fail(PeerLost("The peer was disconnected."))
             return send
         announce(pair.control, tag, buffer.nbytes)
-        self._then(pair, pair.link.send(buffer), partial(_finish, send))
+        self._then(pair, pair.link.send(buffer), partial(finish, send))
         return send
 
     async def cancel(self, receives: Iterable[Operation]) -> None:
-        """Withdraws receives without a message, and waits for arriving messages. Slow ones cost their pair."""
+        """Withdraws receives whose message does not arrive yet, and waits for others. Slow ones cost their pair."""
+        queued = {arrival.receive: arrival for pair in self._pairs for arrival in pair.queue}
         landing = set()
         for receive in receives:
             if self._matcher.withdraw(receive):
                 receive.mark_cancelled()
+            elif receive in queued:
+                queued[receive].receive = None
+                self._drop(queued[receive])
+                receive.mark_cancelled()
             elif not receive.done:
                 landing.add(receive)
-        ended = [_done_event(receive) for receive in landing]
         try:
             async with asyncio.timeout(self._drain_timeout_s):
-                for event in ended:
-                    await event.wait()
+                for receive in landing:
+                    await receive.ended()
         except TimeoutError:
             for pair in [p for p in self._pairs if any(a.receive in landing for a in p.arrivals)]:
                 log.warning("nccl_pair_broken", reason="an arriving message did not finish")
                 self.lose(pair)
-            for event in ended:
-                await event.wait()
+            for receive in landing:
+                await receive.ended()
 
     async def close(self) -> None:
         """Breaks every pair off and closes the ports. Threads that torch does not return in time are left behind."""
@@ -165,7 +173,8 @@ class TorchDistributedTransport:
                 log.warning("nccl_pair_left", reason="NCCL did not return after an abort")
         receives, _ = self._matcher.clear()
         for receive in receives:
-            receive.fail(_closed())
+            receive.fail(closed())
+        self._matcher.lose(closed())
         server, self._server, self._store = self._server, None, None
         if server is not None:
             server.close()
@@ -186,16 +195,26 @@ class TorchDistributedTransport:
         return pair
 
     def announced(self, pair: Pair, tag: int, num_bytes: int) -> None:
-        """Implements `Listener`: starts to receive the message."""
-        arrival = Arrival(num_bytes)
-        receive = arrival.receive = self._matcher.arrive(tag, arrival, num_bytes)
+        """Implements `Listener`: starts to receive the message as soon as it is known where to."""
+        arrival = Arrival(pair, num_bytes)
+        pair.queue.append(arrival)
+        arrival.receive = self._matcher.arrive(tag, arrival, num_bytes) or arrival.receive
+        arrival.is_held = self._matcher.holds(tag)
+        self._receive_next(pair)
+
+    def _receive_next(self, pair: Pair) -> None:
+        while pair.queue and pair.queue[0].may_start:
+            self._receive(pair, pair.queue.popleft())
+
+    def _receive(self, pair: Pair, arrival: Arrival) -> None:
+        receive, num_bytes = arrival.receive, arrival.num_bytes
         if receive is not None and receive.buffer.nbytes == num_bytes:
             job = pair.link.receive(receive.buffer)
         elif num_bytes > self._links.max_unmatched_bytes:
             log.warning("nccl_pair_broken", reason="an unmatched message is too large", size_bytes=num_bytes)
             self.lose(pair)
             if receive is not None:
-                receive.fail(PeerLost(str(_wrong_size(num_bytes, receive))))
+                receive.fail(PeerLost(str(wrong_size(num_bytes, receive))))
             return
         else:
             job = pair.link.receive_unmatched(num_bytes, keeps=receive is None and not arrival.dropped)
@@ -217,25 +236,34 @@ class TorchDistributedTransport:
         if arrival.error is not None:
             receive.fail(arrival.error)
         elif arrival.num_bytes != receive.buffer.nbytes:
-            receive.fail(_wrong_size(arrival.num_bytes, receive))
+            receive.fail(wrong_size(arrival.num_bytes, receive))
         elif arrival.data is receive.buffer:
             receive.complete()
         elif self._closed:
-            receive.fail(_closed())
+            receive.fail(closed())
         else:
             assert arrival.data is not None, "a message received without an error has data"
             copied = self._links.copy(arrival.data, receive.buffer)
             if copied.done():
-                _finish_copy(receive, copied)
+                finish_copy(receive, copied)
             else:
-                self._call_back(copied, partial(_finish_copy, receive))
+                self._call_back(copied, partial(finish_copy, receive))
 
     def lose(self, pair: Pair) -> None:
         """Breaks the pair off, once."""
         if pair in self._pairs:
             self._pairs.discard(pair)
+            while pair.queue:
+                arrival = pair.queue.popleft()
+                arrival.error = PeerLost(BROKEN_OFF)
+                if arrival.receive is not None:
+                    self._deliver(arrival)
             end = self._ending[pair] = pair.break_off()
             self._call_back(end, partial(self._ended, pair))
+
+    def _drop(self, arrival: Arrival) -> None:
+        arrival.drop()
+        self._receive_next(arrival.pair)
 
     def _ended(self, pair: Pair, _: Future[None]) -> None:
         del self._ending[pair]
@@ -263,35 +291,6 @@ class TorchDistributedTransport:
         """
         loop = asyncio.get_running_loop()
         job.add_done_callback(lambda job: loop.call_soon_threadsafe(report, job))
-
-
-def _finish(operation: Operation, error: PeerLost | None) -> None:
-    if error is None:
-        operation.complete()
-    else:
-        operation.fail(error)
-
-
-def _finish_copy(receive: Operation, copied: Future[Buffer]) -> None:
-    error = copied.exception()
-    if error is None:
-        receive.complete()
-    else:
-        receive.fail(TransferError(f"A message that came early could not be copied: {error}."))
-
-
-def _wrong_size(num_bytes: int, receive: Operation) -> TransferError:
-    return TransferError(f"A message of {num_bytes} bytes came for a receive of {receive.buffer.nbytes}.")
-
-
-def _closed() -> PeerLost:
-    return PeerLost("The transport was closed.")
-
-
-def _done_event(operation: Operation) -> asyncio.Event:
-    done = asyncio.Event()
-    operation.add_done_callback(lambda _: done.set())
-    return done
 
 
 def _own(peer: Peer) -> Pair:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from decode_svc.session import DecodeSession
-from kvtransfer.handover.receiver import Receiver
-from kvtransfer.handover.reservation import Reservation
+from kvtransfer.handover.memory import Bundle
 from kvtransfer.handover.send_machine import ABORTED_S
 from kvtransfer.handover.staging import StagedMemory
-from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport import Buffer, Operation, Peer
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.errors import (
@@ -132,7 +130,7 @@ async def test_blocks_that_pass_through_a_stage_give_the_tokens_of_local_prefill
             await request.start()
 
         async def hand_over(request: RouterRequest) -> dict[int, list[int]]:
-            # The stage has space for one at a time: the others get their tickets when it has received its blocks.
+            # The stage has space for a part of one: messages wait for it.
             await request.prefill(await request.ticket())
             return await request.finish()
 
@@ -162,16 +160,15 @@ async def test_a_sender_that_waits_for_its_own_stage_keeps_its_lease(
         await cluster.all_free()
 
 
-async def test_a_prompt_larger_than_the_stage_is_computed_by_the_decode_worker(
-    model: Path, staged: list[StagedMemory]
-) -> None:
-    prompt = PROMPT + PROMPT[:4]  # 13 blocks
-    async with running_cluster(model) as cluster:
+async def test_a_prompt_larger_than_both_stages_is_handed_over(model: Path, staged: list[StagedMemory]) -> None:
+    prompt = PROMPT + PROMPT[:4]  # 13 blocks, and the stages have 12.
+    async with running_cluster(model, decode={"lease_s": 120.0}) as cluster:
         request = cluster.request(prompt)
         await request.start()
-        tokens = await request.finish()
-        assert tokens == await cluster.local(prompt)
-        assert staged[0].num_free == 12
+        done = await request.prefill(await request.ticket())
+        assert done.sent_blocks == 13
+        assert await request.finish() == await cluster.local(prompt)
+        assert [stage.num_free for stage in staged] == [12, 12]
         await cluster.all_free()
 
 
@@ -206,32 +203,26 @@ async def test_only_missing_blocks_are_granted_and_sent(model: Path) -> None:
         await cluster.all_free()
 
 
-async def test_a_router_that_leaves_a_request_behind_a_full_stage_frees_its_blocks_at_once(
-    model: Path, staged: list[StagedMemory], monkeypatch: pytest.MonkeyPatch
+async def test_a_router_that_leaves_while_messages_wait_for_the_stage_frees_their_blocks(
+    model: Path, staged: list[StagedMemory]
 ) -> None:
-    waits, freed = asyncio.Event(), asyncio.Event()
-    grant, release = Receiver.grant, DecodeSession._release
+    waits = asyncio.Event()
+    async with running_cluster(model, decode={"lease_s": 120.0}) as cluster:
+        lend = staged[0].lend
+        held = await lend([[BlockId(0)]] * 3)
 
-    async def granted(receiver: Receiver, reservation: Reservation, *, attempt: int) -> Ticket:
-        waits.set()
-        return await grant(receiver, reservation, attempt=attempt)
+        async def noted(bundles: Sequence[Bundle]) -> list[Buffer]:
+            waits.set()
+            return await lend(bundles)
 
-    async def released(session: DecodeSession) -> None:
-        await release(session)
-        freed.set()
-
-    async with running_cluster(model) as cluster:
-        # As copies from other workers would, which the scheduler does not count.
-        held = await staged[0].lend([[BlockId(0)]] * 3)
+        staged[0].lend = noted  # type: ignore[method-assign]
         request = cluster.request(PROMPT)
-        with monkeypatch.context() as patched:
-            patched.setattr(Receiver, "grant", granted)
-            patched.setattr(DecodeSession, "_release", released)
-            await request.start()
-            async with asyncio.timeout(DEADLINE_S):
-                await waits.wait()
-                request.cancel()
-                await freed.wait()
+        await request.start()
+        prefill = asyncio.create_task(request.prefill(await request.ticket()))
+        await waits.wait()
+        request.cancel()
+        with pytest.raises(StaleError):
+            await prefill
         await cluster.all_free()
         for buffer in held:
             staged[0].give_back(buffer)

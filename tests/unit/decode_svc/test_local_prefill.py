@@ -38,19 +38,6 @@ def test_a_prompt_with_few_uncached_tokens_is_computed_here_without_a_grant() ->
     assert worker.tokens(C) == oracle(PROMPT)
 
 
-def test_a_prompt_with_more_blocks_than_can_be_received_is_computed_here() -> None:
-    worker = decode(max_receivable_blocks=3)
-    worker.scheduler.reserve(job(A, PROMPT))
-    assert worker.grant(A)  # 10 tokens are 3 blocks
-    worker.scheduler.reserve(job(B, [7, *PROMPT]))
-    worker.scheduler.reserve(job(C, [8, *PROMPT, *PROMPT]))
-    assert not worker.step().grants  # B has to wait for the capacity that A takes
-    worker.scheduler.abort(A)
-    assert worker.grant(B)
-    worker.run()
-    assert worker.tokens(C) == oracle([8, *PROMPT, *PROMPT])
-
-
 def test_with_threshold_zero_even_a_fully_cached_prompt_gets_a_grant() -> None:
     worker = decode()
     worker.deliver(job(A, PROMPT[:8]))

@@ -28,6 +28,7 @@ from kvtransfer.transport.with_local import WithLocal
 from pdserve.base.errors import PeerLost, SetupError
 from pdserve.base.shared_memory import SharedMemory, map_to_read
 from pdserve.peers.host_identity import own_host_identity
+from tests.integration.kvtransfer.inbox import NotingInbox
 from tests.integration.kvtransfer.memory import payload_of
 from tests.support.deadline import DEADLINE_S
 from tests.support.tickets import a_ticket
@@ -404,42 +405,39 @@ async def pair(short_path: Path) -> AsyncIterator[Pair]:
     await pair.receiver.close()
 
 
-async def test_receives_are_for_either_way_and_end_once(pair: Pair) -> None:
+async def test_an_inbox_takes_messages_from_either(pair: Pair) -> None:
     over_ucx = await pair.sender.connect(await pair.receiver.listen())
     assert pair.receiver.local_address is not None
     local = await pair.sender.connect_locally(pair.receiver.local_address)
     assert (pair.sender.is_local(over_ucx), pair.sender.is_local(local)) == (False, True)
     assert pair.sender.lanes(local) == ("local",)
-    receives = [pair.receiver.post_receive(tag, np.zeros(50_000, np.uint8)) for tag in range(40)]
-    sends = [pair.sender.post_send((over_ucx, local)[tag % 2], tag, payload_of(tag, 50_000)) for tag in range(40)]
-    for operation in (*sends, *receives):
-        await operation
-    assert all(np.array_equal(receive.buffer, payload_of(receive.tag, 50_000)) for receive in receives)
-    # The same tags again: neither transport has kept one.
-    for peer in (local, over_ucx):
-        receive = pair.receiver.post_receive(3, np.zeros(100, np.uint8))
-        await pair.sender.post_send(peer, 3, payload_of(5, 100))
-        await receive
-        assert np.array_equal(receive.buffer, payload_of(5, 100))
+    inbox = NotingInbox(pair.receiver, 0, SIZE)
+    sends = [pair.sender.post_send((over_ucx, local)[tag % 2], tag, payload_of(tag, SIZE)) for tag in range(40)]
+    for send in sends:
+        await send
+    for tag in range(40):
+        await inbox.posted[tag]
+        assert np.array_equal(inbox.posted[tag].buffer, payload_of(tag, SIZE))
 
 
 async def test_cancelled_receives_are_written_by_neither(pair: Pair) -> None:
     over_ucx = await pair.sender.connect(await pair.receiver.listen())
     assert pair.receiver.local_address is not None
     local = await pair.sender.connect_locally(pair.receiver.local_address)
-    receives = [pair.receiver.post_receive(tag, np.zeros(SIZE, np.uint8)) for tag in range(32)]
+    inbox = NotingInbox(pair.receiver, 0, SIZE)
     sends = [pair.sender.post_send((over_ucx, local)[tag % 2], tag, payload_of(tag, SIZE)) for tag in range(24)]
-    await receives[5]
-    await pair.receiver.cancel(receives)
-    assert all(receive.done for receive in receives)
-    for receive in receives:
+    await inbox.until_arrived(12)
+    pair.receiver.dismiss(0)
+    await pair.receiver.cancel(inbox.posted.values())
+    assert all(receive.done for receive in inbox.posted.values())
+    for receive in inbox.posted.values():
         receive.buffer[:] = 7
     for send in sends:
         await send
     late = [pair.sender.post_send((over_ucx, local)[tag % 2], tag, payload_of(tag, 100)) for tag in range(24, 32)]
     for send in late:
         await send
-    assert all((receive.buffer == 7).all() for receive in receives)
+    assert all((receive.buffer == 7).all() for receive in inbox.posted.values())
 
 
 def test_sockets_in_another_directory_are_out_of_reach(short_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,7 +13,6 @@ from kvtransfer.handover.events import (
     CancelReceives,
     CommitArrived,
     ForgetAt,
-    GiveBack,
     LeaseKept,
     MessageLanded,
     MessageLost,
@@ -61,15 +58,10 @@ class DecodeSide(RuleBasedStateMachine):
             bundle_blocks=1,
             layer_groups=[groups for _, groups in segments],
         )
-        #: Messages of each bundle.
-        self.bundles: list[set[int]] = []
-        numbers = itertools.count()
-        for num_bundles, layer_groups in segments:
-            self.bundles += [set(itertools.islice(numbers, layer_groups)) for _ in range(num_bundles)]
         self.machine = ReceiveMachine(
             shape=self.shape, request_id=REQUEST, attempt=ATTEMPT, lease_s=LEASE_S, now=self.now
         )
-        self.num_messages = sum(map(len, self.bundles))
+        self.num_messages = sum(num_bundles * layer_groups for num_bundles, layer_groups in segments)
         self.corrupt = corrupt
         #: Messages that may still be written to their blocks, and those among them that are being copied there.
         self.outstanding = set(range(self.num_messages))
@@ -78,8 +70,6 @@ class DecodeSide(RuleBasedStateMachine):
         self.lost: set[int] = set()
         self.landed_at: list[float] = []
         self.first_commit: CommitArrived | None = None
-        #: Bundles whose buffers were given back.
-        self.given_back: set[int] = set()
         self.disowned = False
         self.cancels = 0
         self.verified = 0
@@ -110,10 +100,6 @@ class DecodeSide(RuleBasedStateMachine):
                 case AnswerCommit(error=error):
                     self.waiting_commits = 0
                     assert (error is None) == bool(self.verified)
-                case GiveBack(bundle=bundle):
-                    assert bundle not in self.given_back
-                    assert self.bundles[bundle] <= self.arrived
-                    self.given_back.add(bundle)
                 case StoreMessage(index=index):
                     assert index in self.outstanding
                     assert not self.cancels, "nothing is stored for a transfer that ends"
@@ -251,7 +237,6 @@ class DecodeSide(RuleBasedStateMachine):
         assert (self.machine.state is ReceiveState.RELEASED) == bool(self.released)
         assert (self.machine.state is ReceiveState.COMMITTING) == bool(self.waiting_commits)
         assert self.machine.num_received == len(self.arrived)
-        assert not self.verified or len(self.given_back) == len(self.bundles)
 
     def teardown(self) -> None:
         """The passing of time alone frees the blocks, unless they were verified."""

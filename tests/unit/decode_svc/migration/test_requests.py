@@ -182,7 +182,7 @@ def test_a_request_moves_once_every_choice_has_a_token() -> None:
 
 
 def test_what_exceeds_the_blocks_that_may_be_received_is_computed() -> None:
-    source, target = running(PROMPT, LONG, 15), decode(32, max_receivable_blocks=2)
+    source, target = running(PROMPT, LONG, 15), decode(32, max_reserved_share=2 / 32)
     arriving = moving(PROMPT, LONG, {0: 14})
     target.scheduler.reserve(arriving)
     assert copy(source, target, arriving) == 2

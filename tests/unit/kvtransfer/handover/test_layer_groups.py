@@ -159,20 +159,20 @@ async def test_the_window_counts_bytes_not_messages() -> None:
             pair.sending.disconnect(transfer._peer)
 
 
-async def test_a_slot_is_kept_until_every_group_of_its_block_is_stored() -> None:
+async def test_a_transfer_holds_memory_only_for_messages_on_their_way() -> None:
     stages = Stages(4, 4)
     async with worker_pair(layer_groups=2, stage=stages) as pair:
-        receiving, sending = stages.made
         ticket = await pair.grant([8, 9])
         async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+            assert stages.are_empty
+            stages.copies[0].may_end.clear()
             await transfer.push(blocks(0, 1), group=0)
             await until_idle()
-            # The sender's memory is needed only for messages on the wire.
-            assert (receiving.num_free, sending.num_free) == (2, 4)
-            await transfer.push(blocks(0), group=1)
+            assert [stage.num_free for stage in stages.made] == [2, 4]
+            stages.copies[0].may_end.set()
             await until_idle()
-            assert receiving.num_free == 3
-            await transfer.push(blocks(1), group=1)
+            assert stages.are_empty
+            await transfer.push(blocks(0, 1), group=1)
             await transfer.finish([1], pair.receiver.commit)
         assert stages.are_empty
 
@@ -194,7 +194,7 @@ async def test_a_copy_takes_the_groups_layers_and_waits_for_their_event() -> Non
 
 
 async def test_groups_that_arrive_during_a_copy_are_stored_group_by_group() -> None:
-    stages = Stages(4, 4)
+    stages = Stages(4, 8)
     async with worker_pair(layer_groups=2, stage=stages) as pair:
         stored = stages.copies[0]
         stored.may_end.clear()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvtransfer.handover.memory import BlockMemory, Bundle
 from kvtransfer.transport import Buffer, Operation, Peer
-from pdserve.base.errors import DigestMismatch, NoFreeBlocks, TransferError, TransferTimeout
+from pdserve.base.errors import DigestMismatch, NoFreeBlocks, PeerLost, TransferError, TransferTimeout
 from tests.support.deadline import DEADLINE_S
 from tests.support.handover import (
     LAYOUT,
@@ -55,22 +52,64 @@ async def test_more_blocks_than_the_senders_stage_holds_go_through_it() -> None:
         assert stages.are_empty
 
 
-async def test_a_transfer_waits_for_the_stage_until_another_has_received() -> None:
-    stages = Stages(4, 4)
+async def test_messages_wait_for_the_receivers_stage_in_the_order_of_their_arrival() -> None:
+    stages = Stages(8, 1)
     async with worker_pair(stage=stages) as pair:
-        first = await pair.grant([0, 1, 2])
-        second = asyncio.create_task(pair.grant([3, 4]))
-        third = asyncio.create_task(pair.grant([5]))
-        await until_idle()
-        # The third would fit, but it came later.
-        assert not second.done()
-        assert not third.done()
-        async with pair.sender.open(first, request_id=REQUEST) as transfer:
-            await transfer.push(blocks(0, 1, 2))
-            await transfer.finish([5], pair.receiver.commit)
-        await asyncio.gather(second, third)
-        for ticket in (second.result(), third.result()):
+        stages.copies[0].may_end.clear()
+        first, second = await pair.grant([8, 9, 10]), await pair.grant([11, 12])
+        async with (
+            pair.sender.open(first, request_id=REQUEST) as one,
+            pair.sender.open(second, request_id=REQUEST) as other,
+        ):
+            await one.push(blocks(0, 1))
+            await other.push(blocks(3, 4))
+            await one.push(blocks(2))
+            await stages.copies[0].has_started.wait()
+            stages.copies[0].may_end.set()
+            await asyncio.gather(
+                one.finish([5], pair.receiver.commit),
+                other.finish([5], pair.receiver.commit),
+            )
+        # A transfer's messages wait one behind the other, and transfers in turn.
+        assert stages.copies[0].started == [[8], [9], [11], [10], [12]]
+        assert np.array_equal(pair.target.blocks[8:13], pair.source.blocks[:5])
+        assert stages.are_empty
+
+
+async def test_an_abort_withdraws_messages_that_wait_for_the_stage() -> None:
+    stages = Stages(8, 2)
+    async with worker_pair(stage=stages) as pair:
+        held = await stages.made[0].lend(single_blocks(0, 1))
+        ticket = await pair.grant([8, 9])
+        before = pair.target.blocks.copy()
+        async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+            await transfer.push(blocks(0, 1))
+            await until_idle()
+            assert not transfer.quiet
             await pair.receiver.abort(ticket.transfer_id)
+            assert transfer.quiet  # Nobody waits for what nobody takes.
+        for buffer in held:
+            stages.made[0].give_back(buffer)
+        await until_idle()
+        assert stages.are_empty
+        assert np.array_equal(pair.target.blocks, before)
+
+
+async def test_a_transport_that_closes_loses_messages_that_wait_for_the_stage() -> None:
+    stages = Stages(8, 2)
+    async with worker_pair(stage=stages) as pair:
+        held = await stages.made[0].lend(single_blocks(0, 1))
+        ticket = await pair.grant([8, 9])
+        with pytest.raises(PeerLost):
+            async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+                await transfer.push(blocks(0, 1))
+                committing = asyncio.create_task(transfer.finish([5], pair.receiver.commit))
+                await until_idle()
+                await pair.receiving.close()
+                for buffer in held:
+                    stages.made[0].give_back(buffer)
+                await committing
+        await pair.receiver.abort(ticket.transfer_id)
         assert stages.are_empty
 
 
@@ -114,11 +153,12 @@ async def test_a_waiter_cancelled_just_before_memory_is_freed_is_cancelled() -> 
     assert stage.num_free == 4
 
 
-async def test_a_transfer_larger_than_the_stage_is_refused_with_advice() -> None:
-    async with worker_pair(stage=Stages(4, 4)) as pair:
-        with pytest.raises(NoFreeBlocks, match=r"5 bundles of .* holds 4 bundles of 1. Raise --staging-memory"):
-            await pair.grant([0, 1, 2, 3, 4])
-        await hand_over(pair, [0], [1])
+async def test_a_transfer_larger_than_both_stages_goes_through_them() -> None:
+    stages = Stages(4, 4)
+    async with worker_pair(stage=stages) as pair:
+        await hand_over(pair, [*range(8)], [*range(8, 16)])
+        assert np.array_equal(pair.target.blocks[8:], pair.source.blocks[:8])
+        assert stages.are_empty
 
 
 async def test_a_transfer_that_is_given_up_leaves_the_stage_empty() -> None:
@@ -136,14 +176,19 @@ async def test_a_transfer_that_is_given_up_leaves_the_stage_empty() -> None:
         assert np.array_equal(pair.target.blocks[4:8], pair.source.blocks[4:8])
 
 
-async def test_an_expired_lease_empties_the_stage() -> None:
-    stages = Stages(4, 4)
+async def test_a_lease_that_ends_while_messages_wait_for_the_stage_withdraws_them() -> None:
+    stages = Stages(8, 4)
     async with worker_pair(stage=stages) as pair:
+        held = await stages.made[0].lend(single_blocks(0, 1, 2, 3))
         expired = asyncio.get_running_loop().create_future()
         reservation = replace(pair.reservation([0, 1], lease_s=0.05), on_expired=expired.set_result)
-        await pair.receiver.grant(reservation, attempt=1)
-        assert stages.made[0].num_free == 2
-        assert isinstance(await expired, TransferTimeout)
+        ticket = await pair.receiver.grant(reservation, attempt=1)
+        async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+            await transfer.push(blocks(0, 1))
+            assert isinstance(await expired, TransferTimeout)
+        for buffer in held:
+            stages.made[0].give_back(buffer)
+        await until_idle()
         assert stages.are_empty
 
 
@@ -304,29 +349,6 @@ async def test_bundles_larger_than_a_frame_are_refused() -> None:
     stage, _ = staged_with_copies(Memory(8, 1), 8, 2)
     with pytest.raises(NoFreeBlocks, match=r"1 bundles of up to 3 KV blocks .* holds 4 bundles of 2"):
         await stage.lend([blocks(0, 1, 2)])
-
-
-@given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), max_size=12), st.randoms(use_true_random=False))
-def test_transfers_that_fit_in_whole_bundles_never_wait(transfers: list[list[int]], rng: random.Random) -> None:
-    """The decode scheduler counts this way. Memory is given back in any order."""
-    stage, _ = staged_with_copies(Memory(8, 1), 24, 3)
-
-    async def run() -> None:
-        lent: list[list[Buffer]] = []
-        for sizes in transfers:
-            while 3 * (sum(map(len, lent)) + len(sizes)) > stage.max_blocks:
-                for buffer in lent.pop(rng.randrange(len(lent))):
-                    stage.give_back(buffer)
-            lending = stage.lend([blocks(0) * size for size in sizes])
-            with pytest.raises(StopIteration) as returned:  # It does not wait even once.
-                lending.send(None)
-            lent.append(returned.value.value)
-        for buffers in lent:
-            for buffer in buffers:
-                stage.give_back(buffer)
-        assert stage.num_free == stage.max_blocks
-
-    asyncio.run(run())
 
 
 async def test_a_peer_that_reads_nothing_leaves_memory_for_transfers_to_others() -> None:

@@ -45,7 +45,7 @@ class Listener:
 
     def announced(self, pair: Pair, tag: int, num_bytes: int) -> None:
         self.tags.append(tag)
-        pair.arrivals.add(Arrival(num_bytes))
+        (pair.arrivals.add if self.tags[1:] else pair.queue.append)(Arrival(pair, num_bytes))
 
     def lose(self, pair: Pair) -> None:
         pair.lost = True
@@ -66,6 +66,7 @@ async def test_a_flood_of_announcements_holds_no_event_loop_and_is_read_no_furth
     assert longest.seconds < LIMIT_S, longest.callback
     assert (len(listener.tags), transport.is_read) == (8192, False)
     listener.pair.arrivals.clear()
+    listener.pair.queue.clear()
     await eventually(lambda: has_announced(listener, 16_384))
     control.connection_lost(None)
 
