@@ -76,8 +76,9 @@ class MigratingRun:
             error = await self._supervise(tasks, worker_run)
             if self._next_run is not None:
                 self._next_run.task.cancel()
-        # The error is not raised within the block: the task group would make an exception group of it.
-        if error is not None:
+        # The error is not raised within the block: the task group would make an exception group of it. What fails
+        # behind the last token harms nobody: a worker that took over may have brought it before it was lost.
+        if error is not None and not self._prompt.output.is_finished:
             raise error
 
     def _serve(
