@@ -103,10 +103,12 @@ def _measures(setting: Setting) -> Mapping[str, Callable[[], Finding]]:
         "handover": partial(block_rows.handover, setting),
         "handover-exposed": partial(block_rows.exposed, setting),
         "handover-nccl": partial(block_rows.handover_nccl, setting),
-        "pack": partial(block_rows.packing, setting, unpacks=False),
+        "gather": partial(block_rows.moving, setting, "gather"),
+        "digest": partial(block_rows.moving, setting, "digest"),
+        "pack": partial(block_rows.moving, setting, "pack"),
         "idle-1": partial(step_rows.idle_share, setting, 1),
         "idle-64": partial(step_rows.idle_share, setting, sizes.batch),
-        "unpack": partial(block_rows.packing, setting, unpacks=True),
+        "unpack": partial(block_rows.moving, setting, "unpack"),
     }
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import statistics
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Literal
 
 import torch
 
@@ -21,8 +22,8 @@ from pdserve.worker.config import GPU_LAYER_GROUPS
 _KEY = bytes(range(16))
 
 
-def packing(setting: Setting, *, unpacks: bool) -> Finding:
-    """Packs or unpacks the blocks of a prompt; counts the bytes read plus the bytes written."""
+def moving(setting: Setting, how: Literal["pack", "unpack", "gather", "digest"]) -> Finding:
+    """Moves the blocks of a prompt within the device; counts the bytes read plus the bytes written."""
     if importlib.util.find_spec("triton") is None:
         return NotMeasured(why="Triton is not installed")
     from kernels.triton import blocks
@@ -33,10 +34,21 @@ def packing(setting: Setting, *, unpacks: bool) -> Finding:
     packed = torch.empty(num_blocks, cache[0].nbytes, dtype=torch.uint8, device=setting.device)
     keys = blocks.digest_keys(_KEY, cache[0].nbytes, setting.device)
     everything = {"layers": (0, layers), "heads": (0, setting.shape.num_kv_heads)}
-    pack = partial(blocks.pack, cache, ids, packed, keys, **everything)
+    pack, here = partial(blocks.pack, cache, ids, packed, keys, **everything), blocks.Blocks(cache, ids)
     pack()
-    call = partial(blocks.unpack, packed, cache, ids, keys, **everything) if unpacks else pack
-    return setting.measure(call, Work(num_bytes=2.0 * packed.nbytes, flops=0.0), in_graph=False)
+    match how:
+        case "pack":
+            call = pack
+        case "unpack":
+            call = partial(blocks.unpack, packed, cache, ids, keys, **everything)
+        case "gather":
+            call = partial(
+                blocks.gather, blocks.Blocks(packed.view(cache.dtype).view(cache.shape), ids), here, keys, **everything
+            )
+        case "digest":
+            call = partial(blocks.digest, here, keys, **everything)
+    times = 1.0 if how == "digest" else 2.0
+    return setting.measure(call, Work(num_bytes=times * packed.nbytes, flops=0.0), in_graph=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -224,6 +224,18 @@ ROWS: tuple[Row, ...] = (
         bound=None,
     ),
     Row(
+        key="gather",
+        what="copying them from blocks into other blocks, with digests: share of the copy bandwidth",
+        figure=Figure.OF_COPY,
+        bound=None,
+    ),
+    Row(
+        key="digest",
+        what="digests alone: share of the copy bandwidth",
+        figure=Figure.OF_COPY,
+        bound=None,
+    ),
+    Row(
         key="idle-1",
         what="decode steps of the engine, batch 1, context 2k, deterministic: share of the time in which the GPU idles",
         figure=Figure.IDLE,

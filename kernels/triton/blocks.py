@@ -1,4 +1,6 @@
-"""Packs slices of KV blocks densely for the wire and unpacks them, computing their digests at the same time.
+"""Packs slices of KV blocks densely for the wire, unpacks them, or gathers them from the cache of another process.
+
+Their digests are computed at the same time.
 
 `kernels.reference.blocks` is the truth and explains the digest. One program copies a piece of a few blocks: each word
 is read once, written once, and multiplied into four sums per block while it is in registers. A second, small kernel
@@ -7,6 +9,8 @@ per transfer and is read from the L2 cache.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,8 +30,19 @@ _MAX_BLOCKS = 2
 _KEYS_PER_PROGRAM = 512
 _ALIGNMENT = 16
 
+#: What `_move_kernel` does.
+_PACKS, _UNPACKS, _GATHERS, _DIGESTS = (tl.constexpr(mode) for mode in range(4))
 _HEADER_PAIRS = tl.constexpr(HEADER_PAIRS)
 _LANES = tl.constexpr(LANES)
+
+
+class Blocks(NamedTuple):
+    """Blocks of a cache."""
+
+    #: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous, at a multiple of 16 bytes.
+    cache: Tensor
+    #: int64 [n], contiguous, on the cache's device.
+    ids: Tensor
 
 
 def digest_keys(key: bytes, packed_bytes: int, device: torch.device) -> Tensor:
@@ -52,20 +67,48 @@ def pack(
     order, may repeat; out: uint8 [n, packed_bytes], contiguous, each row the block's
     [layers, 2, heads, block_size, head_dim]; keys: from `digest_keys`. Cache and `out` begin at multiples of 16 bytes.
     """
-    return _move(cache, block_ids, out, keys, SliceLayout.of(cache, layers, heads), unpacks=False)
+    layout = SliceLayout.of(cache, layers, heads)
+    _check_packed(out, block_ids, layout)
+    return _move(Blocks(cache, block_ids), out, keys, layout, _PACKS, block_ids)
 
 
 def unpack(
     packed: Tensor, cache: Tensor, block_ids: Tensor, keys: Tensor, *, layers: tuple[int, int], heads: tuple[int, int]
 ) -> Tensor:
     """The inverse of `pack`, into distinct blocks; returns the digests of what it read, for the caller to compare."""
-    return _move(cache, block_ids, packed, keys, SliceLayout.of(cache, layers, heads), unpacks=True)
+    layout = SliceLayout.of(cache, layers, heads)
+    _check_packed(packed, block_ids, layout)
+    return _move(Blocks(cache, block_ids), packed, keys, layout, _UNPACKS, block_ids)
+
+
+def gather(source: Blocks, target: Blocks, keys: Tensor, *, layers: tuple[int, int], heads: tuple[int, int]) -> Tensor:
+    """Copies `layers` and `heads` of each block of `source` to that of `target`; returns the digests, uint8 [n, 16].
+
+    They are those of `pack`. The caches have the same shape and dtype, and share no memory; that of the source may be
+    another process's. The blocks of the target are distinct.
+    """
+    layout = SliceLayout.of(target.cache, layers, heads)
+    assert source.cache.shape[1:] == target.cache.shape[1:]
+    assert source.cache.dtype == target.cache.dtype
+    assert source.ids.shape == target.ids.shape
+    _check_ids(source.ids)
+    assert source.cache.is_contiguous()
+    assert source.cache.data_ptr() % _ALIGNMENT == 0
+    return _move(target, source.cache, keys, layout, _GATHERS, source.ids)
+
+
+def digest(blocks: Blocks, keys: Tensor, *, layers: tuple[int, int], heads: tuple[int, int]) -> Tensor:
+    """The digests that `pack` returns, without a copy: uint8 [n, 16]."""
+    layout = SliceLayout.of(blocks.cache, layers, heads)
+    return _move(blocks, blocks.cache, keys, layout, _DIGESTS, blocks.ids)
 
 
 def _move(
-    cache: Tensor, block_ids: Tensor, packed: Tensor, keys: Tensor, layout: SliceLayout, *, unpacks: bool
+    blocks: Blocks, other: Tensor, keys: Tensor, layout: SliceLayout, mode: tl.constexpr, other_ids: Tensor
 ) -> Tensor:
-    _check(cache, block_ids, packed, keys, layout)
+    """`other`: packed blocks, or the cache that `other_ids` are in."""
+    cache, block_ids = blocks
+    _check(blocks, keys, layout)
     num_blocks = block_ids.shape[0]
     digests = torch.empty(num_blocks, DIGEST_BYTES // 4, dtype=torch.int32, device=cache.device)
     if num_blocks == 0:
@@ -79,8 +122,10 @@ def _move(
     sums = torch.empty(num_blocks, num_pieces, LANES, dtype=torch.int64, device=cache.device)
     _move_kernel[(triton.cdiv(num_blocks, group) * num_pieces,)](
         cache.view(-1).view(torch.int64),
-        packed.view(-1).view(torch.int64),
+        # Words, whatever is in them; a cache of another process is not to be written to.
+        other.view(-1).view(torch.uint8).view(torch.int64),
         block_ids,
+        other_ids,
         keys,
         sums,
         num_blocks,
@@ -91,7 +136,7 @@ def _move(
         layout.run_words,
         layout.run_stride,
         layout.packed_words,
-        unpacks=unpacks,
+        mode=mode.value,
         group=group,
         tile_words=words,
         num_tiles=tiles,
@@ -103,16 +148,23 @@ def _move(
     return digests.view(torch.uint8)
 
 
-def _check(cache: Tensor, block_ids: Tensor, packed: Tensor, keys: Tensor, layout: SliceLayout) -> None:
-    assert block_ids.dtype == torch.int64
-    assert block_ids.is_contiguous()
-    assert packed.dtype == torch.uint8
-    assert packed.shape == (block_ids.shape[0], layout.packed_bytes)
-    assert packed.is_contiguous()
+def _check(blocks: Blocks, keys: Tensor, layout: SliceLayout) -> None:
+    _check_ids(blocks.ids)
     assert keys.dtype == torch.int64
     assert keys.is_contiguous()
     assert keys.shape[0] >= num_key_pairs(layout.packed_bytes)
-    assert cache.data_ptr() % _ALIGNMENT == 0
+    assert blocks.cache.data_ptr() % _ALIGNMENT == 0
+
+
+def _check_ids(block_ids: Tensor) -> None:
+    assert block_ids.dtype == torch.int64
+    assert block_ids.is_contiguous()
+
+
+def _check_packed(packed: Tensor, block_ids: Tensor, layout: SliceLayout) -> None:
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (block_ids.shape[0], layout.packed_bytes)
+    assert packed.is_contiguous()
     assert packed.data_ptr() % _ALIGNMENT == 0
 
 
@@ -142,8 +194,9 @@ def _products(low, high, pair):
 @triton.jit(do_not_specialize=["num_blocks"])
 def _move_kernel(
     cache,
-    packed,
+    other,
     block_ids,
+    other_ids,
     keys,
     sums,
     num_blocks,
@@ -154,7 +207,7 @@ def _move_kernel(
     run_words,
     run_stride,
     packed_words,
-    unpacks: tl.constexpr,
+    mode: tl.constexpr,
     group: tl.constexpr,
     tile_words: tl.constexpr,
     num_tiles: tl.constexpr,
@@ -167,7 +220,11 @@ def _move_kernel(
     run = piece // pieces_per_run
     begin = piece % pieces_per_run * (tile_words * num_tiles)
     in_cache = cache + blocks * block_words + (first_word + run * run_stride)
-    in_packed = packed + rows.to(tl.int64) * packed_words + run * run_words
+    if mode < _GATHERS:
+        in_other = other + rows.to(tl.int64) * packed_words + run * run_words
+    else:
+        sources = tl.load(other_ids + rows, mask=is_row, other=0)
+        in_other = other + sources * block_words + (first_word + run * run_stride)
     run_keys = keys + _HEADER_PAIRS + run * run_words
     sum_0 = tl.zeros([group, tile_words], tl.uint64)
     sum_1 = tl.zeros([group, tile_words], tl.uint64)
@@ -178,13 +235,14 @@ def _move_kernel(
         is_word = words < run_words
         mask = is_row[:, None] & is_word[None, :]
         cache_at = in_cache[:, None] + words[None, :]
-        packed_at = in_packed[:, None] + words[None, :]
-        if unpacks:
-            data = tl.load(packed_at, mask=mask, other=0)
-            tl.store(cache_at, data, mask=mask)
-        else:
+        other_at = in_other[:, None] + words[None, :]
+        if mode == _PACKS:
             data = tl.load(cache_at, mask=mask, other=0)
-            tl.store(packed_at, data, mask=mask)
+            tl.store(other_at, data, mask=mask)
+        else:
+            data = tl.load(other_at, mask=mask, other=0)
+            if mode != _DIGESTS:
+                tl.store(cache_at, data, mask=mask)
         low = data.to(tl.uint32)
         high = (data >> 32).to(tl.uint32)
         # Beyond the run both data and key are 0, and so is their product.

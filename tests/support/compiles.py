@@ -116,6 +116,9 @@ def _move_blocks(num_layers: int, heads: tuple[int, int], *, blocks_of_moves: tu
             lambda cache, ids, packed, keys, **ranges: blocks.unpack(packed, cache, ids, keys, **ranges),
         ):
             move(cache, ids, packed[: len(ids)], keys, layers=(0, num_layers), heads=heads)
+        here, there = blocks.Blocks(cache, ids), blocks.Blocks(torch.zeros_like(cache), ids)
+        blocks.gather(there, here, keys, layers=(0, num_layers), heads=heads)
+        blocks.digest(here, keys, layers=(0, num_layers), heads=heads)
 
 
 def _sample(*kinds: SamplingParams) -> None:

@@ -86,6 +86,28 @@ def test_packing_and_unpacking_match_the_reference(layout: Layout, ids: list[int
     assert torch.equal(untouched, fresh)
 
 
+@pytest.mark.parametrize(("layout", "ids"), combinations(LAYOUTS, [[2, 0, 1], [1, 1]]))
+def test_blocks_are_gathered_from_another_cache_with_the_digests_of_packing(layout: Layout, ids: list[int]) -> None:
+    shape, dtype, layers, heads = layout
+    source, target = _cache((shape[0] + 2, *shape[1:]), dtype), _cache(shape, dtype, seed=1)
+    before, sources, targets = source.clone(), torch.tensor(ids, device=DEVICE), torch.arange(len(ids), device=DEVICE)
+    size = reference.SliceLayout.of(target, layers, heads).packed_bytes
+    keys = blocks.digest_keys(KEY, size, DEVICE)
+    packed = torch.empty(len(ids), size, dtype=torch.uint8, device=DEVICE)
+    expected, digests = target.clone(), reference.pack(source, sources, packed, keys, layers=layers, heads=heads)
+    reference.unpack(packed, expected, targets, keys, layers=layers, heads=heads)
+
+    found = blocks.gather(
+        blocks.Blocks(source, sources), blocks.Blocks(target, targets), keys, layers=layers, heads=heads
+    )
+
+    assert torch.equal(found, digests)
+    assert torch.equal(_bits(target), _bits(expected))
+    assert torch.equal(_bits(source), _bits(before))
+    assert torch.equal(blocks.digest(blocks.Blocks(source, sources), keys, layers=layers, heads=heads), digests)
+    assert torch.equal(_bits(source), _bits(before))
+
+
 def test_no_blocks_give_no_digests() -> None:
     cache = _cache((2, 1, 2, 1, 4, 8), torch.bfloat16)
     keys = blocks.digest_keys(KEY, cache[0].nbytes, DEVICE)
