@@ -29,8 +29,8 @@ from typing import Any
 from benchmarks.environment import describe, heading
 from benchmarks.result_files import write_results
 from decode_svc.spans import DecodeTrace
-from kvtransfer.handover.outgoing import SendStats
 from kvtransfer.handover.reservation import Received
+from kvtransfer.handover.send_path import SendStats
 from kvtransfer.handover.ticket import Ticket
 from pdserve.base.ids import Epoch, RequestId, TransferId, WorkerId
 from pdserve.base.layout import KvLayout

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvtransfer.handover.host_offers import HostOffers
 from kvtransfer.handover.introduction import (
     Introduction,
     answered,
@@ -46,7 +47,7 @@ from kvtransfer.handover.ticket import (
     ticket_from_proto,
     ticket_to_proto,
 )
-from kvtransfer.transport import Buffer, GuardedTransport, LocalTransports, Transport, open_transport
+from kvtransfer.transport import GuardedTransport, LocalTransports, Transport, open_transport
 from kvtransfer.transport.local.socket_directory import SocketDirectory
 from kvtransfer.transport.own_sockets import Connection
 from kvtransfer.transport.path import DataEndpoint
@@ -81,13 +82,9 @@ class Memory:
     """Blocks of random bytes, as a KV cache would hold them."""
 
     def __init__(self, num_blocks: int, layout: KvLayout, seed: int, *, is_shared: bool) -> None:
-        memory, self.shared = zeros(num_blocks * layout.block_bytes, is_shared=is_shared)
-        self.blocks = memory.reshape(num_blocks, -1)
+        self.memory, self.shared = zeros(num_blocks * layout.block_bytes, is_shared=is_shared)
+        self.blocks = self.memory.reshape(num_blocks, -1)
         self.blocks[:] = np.random.default_rng(seed).integers(0, 256, self.blocks.shape, np.uint8)
-
-    def block_bytes_view(self, block_id: BlockId) -> Buffer:
-        view: Buffer = self.blocks[block_id]
-        return view
 
 
 class Link:
@@ -121,6 +118,10 @@ def opened(args: argparse.Namespace, memory: Memory) -> Transport:
     return transport
 
 
+def memory_of(memory: Memory, layout: KvLayout) -> InPlaceMemory:
+    return InPlaceMemory(memory.memory, layout, HostOffers(memory.memory, layout, memory.shared))
+
+
 async def decode(link: Link, args: argparse.Namespace) -> None:
     layout = layout_of(args.block_bytes)
     memory = Memory(args.blocks, layout, 1, is_shared=args.local_sockets is not None)
@@ -135,7 +136,7 @@ async def decode(link: Link, args: argparse.Namespace) -> None:
         data_endpoint=DataEndpoint(host=own_host_identity(), lanes=(), local=local),
     )
     async with service_group() as tasks:
-        receiver = Receiver(transport=transport, memory=InPlaceMemory(memory, layout), identity=identity, tasks=tasks)
+        receiver = Receiver(transport=transport, memory=memory_of(memory, layout), identity=identity, tasks=tasks)
         for attempt in range(args.rounds + WARM_UP_ROUNDS):
             reservation = Reservation(
                 request_id=REQUEST,
@@ -175,7 +176,7 @@ async def prefill(link: Link, args: argparse.Namespace) -> None:
         await link.read()
         return ()
 
-    sender = Sender(transport=transport, memory=InPlaceMemory(memory, layout), layout=layout, introduce=introduce)
+    sender = Sender(transport=transport, memory=memory_of(memory, layout), layout=layout, introduce=introduce)
     copy = np.ones_like(memory.blocks)
     gigabytes = args.blocks * layout.block_bytes / 1e9
     loop = asyncio.get_running_loop()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtransfer.handover.introduction import Introduction
-from kvtransfer.handover.outgoing import SendStats
 from kvtransfer.handover.sealed_ticket import opened_ticket
+from kvtransfer.handover.send_path import SendStats
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Commit, Ticket
 from kvtransfer.transport.own_sockets import Connection

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from kvtransfer.handover.outgoing import SendStats
+from kvtransfer.handover.send_path import SendStats
 from kvtransfer.handover.ticket import Ticket
 from pdserve.base.errors import RequestError
 from pdserve.base.sampling import SamplingParams

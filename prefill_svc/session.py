@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from kvtransfer.handover.outgoing import SendStats
+from kvtransfer.handover.send_path import SendStats
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Commit, Ticket
 from pdserve.base.ids import BlockTables, RequestId

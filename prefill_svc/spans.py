@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvtransfer.handover.outgoing import SendStats
+from kvtransfer.handover.send_path import SendStats
 from kvtransfer.handover.ticket import Ticket
 from pdserve.base.trace_context import TraceContext
 from pdserve.observe.tracing.spans import Attribute, Span, SpanEvent, SpanKind, Tracer, unix_offset_s

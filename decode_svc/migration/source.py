@@ -7,7 +7,7 @@ from functools import partial
 
 from decode_svc.block_sender import BlockSender
 from decode_svc.migration.requests import MigratingRequests
-from kvtransfer.handover.outgoing import SendStats
+from kvtransfer.handover.send_path import SendStats
 from kvtransfer.handover.ticket import Ticket
 from pdserve.base.errors import PdserveError, StaleError, reason_of
 from pdserve.base.ids import RequestId

@@ -19,17 +19,16 @@ MAC_BYTES = 32
 class MessageDigest:
     """xxh3-128 of messages, seeded by the ticket's key: runs at memory speed and is useless in another transfer."""
 
-    __slots__ = ("_key", "_seed")
+    __slots__ = ("_key", "seed")
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._seed = int.from_bytes(
-            hashlib.blake2b(key=key, digest_size=8, person=b"pdserve.digest").digest(), "little"
-        )
+        #: That of xxh3, 64 bits.
+        self.seed = int.from_bytes(hashlib.blake2b(key=key, digest_size=8, person=b"pdserve.digest").digest(), "little")
 
     def __call__(self, message: Buffer) -> bytes:
         """Digest of a message, 16 bytes. Releases the GIL for large messages."""
-        return xxhash.xxh3_128_digest(message.data, self._seed)
+        return xxhash.xxh3_128_digest(message.data, self.seed)
 
     @property
     def device_key(self) -> bytes:
@@ -38,7 +37,7 @@ class MessageDigest:
 
     def of_blocks(self, digests: bytes) -> bytes:
         """Digest of a message whose blocks have these digests, concatenated."""
-        return xxhash.xxh3_128_digest(digests, self._seed)
+        return xxhash.xxh3_128_digest(digests, self.seed)
 
 
 def commit_mac(key: bytes, *fields: bytes) -> bytes:

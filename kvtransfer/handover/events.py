@@ -1,6 +1,7 @@
 """What happens in a handover and what to do about it: events and effects of its two state machines. Pure.
 
-`index` numbers the messages of a transfer, as `TransferShape` does.
+`index` numbers the messages of a transfer, as `TransferShape` does. An event of several messages is of a run: message
+`index` and those behind it in its layer group.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ class MessageLanded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessageReceived:
-    """Message `index` is in its blocks; `digest` is that of the bytes that arrived."""
+class MessagesReceived:
+    """A run of messages is in its blocks; `digests` are those of the bytes that arrived, one for each message."""
 
     index: int
-    digest: bytes
+    digests: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,17 +78,18 @@ class TimePassed:
 # Events of the prefill side.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendStarted:
-    """Message `index`, whose bytes have this digest, is about to be handed to the transport."""
+    """A run of messages, whose bytes have these digests, is about to be handed to the transport."""
 
     index: int
-    digest: bytes
+    digests: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendDone:
-    """The transport no longer reads message `index`; `error` is why it did not get through."""
+    """The transport no longer reads a run of `count` messages; `error` is why they did not get through."""
 
     index: int
+    count: int = 1
     error: TransferError | None = None
 
 
@@ -105,7 +107,7 @@ class CommitAnswered:
 
 ReceiveEvent = (
     MessageLanded
-    | MessageReceived
+    | MessagesReceived
     | MessageLost
     | CommitArrived
     | TicketRenewed
@@ -138,7 +140,7 @@ class Released:
 # Effects of the decode side.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreMessage:
-    """Copy message `index` to its blocks, then report `MessageReceived` or `MessageLost`."""
+    """Copy message `index` to its blocks, then report `MessagesReceived` or `MessageLost`."""
 
     index: int
 

@@ -189,6 +189,14 @@ class TransferShape:
         first = segment.first_message + layer_group - segment.first_layer_group
         return range(first, segment.stop_message, segment.layer_groups)
 
+    def run(self, index: int, count: int) -> range:
+        """Message `index` and those behind it in its layer group, `count` in all; fewer if there are no more."""
+        indices = self.indices_of(self.layer_group_of(index))
+        if index not in indices:
+            return range(0)
+        first = indices.index(index)
+        return indices[first : first + count]
+
     def name(self, index: int) -> str:
         """A message's name in error texts: `block 3`, or `layer group 1 of bundle 3`."""
         bundle, group = self.bundle_of(index), self.layer_group_of(index)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtransfer.handover.digest import HOST_DIGEST, MessageDigest
 from kvtransfer.handover.layer_groups import span_of
@@ -15,6 +16,7 @@ from kvtransfer.transport import Buffer
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
+from pdserve.base.shared_memory import SharedMemory
 
 #: Bytes of one transfer on the wire: enough to keep a fast wire busy, few enough that other transfers soon get a turn.
 #: Copies within a GPU are faster.
@@ -35,6 +37,31 @@ class MessageSpec:
     kv_group: int = 0
     #: Event after which the blocks hold these layers; None: they hold them now.
     after: DeviceEvent | None = None
+
+
+class OfferedMemory(Protocol):
+    """Blocks that processes of the same host copy from each other, without sending them. Belongs to one event loop."""
+
+    @property
+    def shared(self) -> SharedMemory | None:
+        """The memory in which the blocks are offered; None: they can only be copied into."""
+
+    def block_bytes(self, spec: MessageSpec) -> int:
+        """Bytes that a block has in the messages that `spec` describes."""
+
+    def starts(self, bundles: Sequence[Bundle], spec: MessageSpec) -> npt.NDArray[np.int64]:
+        """Where they begin in `shared`, for each block of the bundles in order: int64 [blocks]."""
+
+    async def digests(self, bundles: Sequence[Bundle], spec: MessageSpec) -> list[bytes]:
+        """The digests of the bundles' messages."""
+
+    async def pull(
+        self, source: Buffer, starts: npt.NDArray[np.int64], bundles: Sequence[Bundle], spec: MessageSpec
+    ) -> list[bytes]:
+        """Copies the blocks' bytes from `starts` in another process's memory; returns the digests of what was copied.
+
+        Nothing is read or written any more when it ends, even cancelled. Raises: TransferError.
+        """
 
 
 class BlockMemory(Protocol):
@@ -60,11 +87,18 @@ class BlockMemory(Protocol):
     def window_bytes(self) -> int:
         """Bytes of one transfer that may be on the wire at a time."""
 
+    @property
+    def offers(self) -> OfferedMemory | None:
+        """The blocks for processes of the same host; None: they are sent as to any other host."""
+
     def try_lend(self, bundle: Bundle) -> Buffer | None:
         """What `lend` returns for one bundle, or None when that would wait."""
 
-    async def lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
+    async def lend(self, bundles: Sequence[Bundle], *, to_send: bool = False) -> list[Buffer]:
         """Memory for these bundles, uint8 [blocks * block_bytes] each. The caller gives every buffer back.
+
+        What is lent `to_send` leaves some for messages that arrive: two workers that send to each other would otherwise
+        wait for each other.
 
         Waits, first come first served, while other transfers hold too much of it. Each of them ends with its lease,
         which may be kept for long: a caller that may have to leave cancels the wait.
@@ -86,14 +120,6 @@ class BlockMemory(Protocol):
         """Takes a lent buffer back: nothing reads or writes it any more."""
 
 
-class HostBlocks(Protocol):
-    """Blocks in host memory."""
-
-    def block_bytes_view(self, block_id: BlockId) -> Buffer:
-        """The block's bytes, `[block_bytes]` uint8, writable, without a copy. The memory outlives every transfer."""
-        ...
-
-
 class InPlaceMemory:
     """Implements `BlockMemory`: transports read and write the blocks themselves.
 
@@ -106,15 +132,17 @@ class InPlaceMemory:
     digest = HOST_DIGEST
     window_bytes = HOST_WINDOW_BYTES
 
-    def __init__(self, blocks: HostBlocks, layout: KvLayout) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: Buffer, layout: KvLayout, offers: OfferedMemory | None = None) -> None:
+        """`blocks`: all of them, uint8 [num_blocks * block_bytes], writable. It outlives every transfer."""
+        self._blocks = blocks.reshape(-1, layout.block_bytes)
         self._layout = layout
+        self.offers = offers
 
     def try_lend(self, bundle: Bundle) -> Buffer:
-        first = self._blocks.block_bytes_view(bundle[0])
+        first: Buffer = self._blocks[bundle[0]]
         return first if len(bundle) == 1 else np.empty(len(bundle) * first.nbytes, np.uint8)
 
-    async def lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
+    async def lend(self, bundles: Sequence[Bundle], *, to_send: bool = False) -> list[Buffer]:
         return [self.try_lend(bundle) for bundle in bundles]
 
     async def load(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], spec: MessageSpec) -> list[bytes]:
@@ -135,4 +163,4 @@ class InPlaceMemory:
         rows = buffer[span_of(spec.layers, num_layers, buffer.nbytes)].reshape(len(bundle), -1)
         block_span = span_of(spec.layers, num_layers, buffer.nbytes // len(bundle))
         for row, block_id in zip(rows, bundle, strict=True):
-            row[:] = self._blocks.block_bytes_view(block_id)[block_span]
+            row[:] = self._blocks[block_id, block_span]

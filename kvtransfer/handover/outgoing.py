@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -23,10 +22,12 @@ from kvtransfer.handover.events import (
     TimePassed,
     WatchLease,
 )
-from kvtransfer.handover.memory import BlockMemory, Bundle, MessageSpec
+from kvtransfer.handover.memory import Bundle, MessageSpec
 from kvtransfer.handover.send_machine import SendMachine
+from kvtransfer.handover.send_path import SendPath, SendStats, offered_runs
 from kvtransfer.handover.ticket import Commit, Ticket, signed_commit
-from kvtransfer.transport import Buffer, Operation, Peer, Transport
+from kvtransfer.transport import Buffer, LocalTransports, Operation
+from kvtransfer.transport.local.offer import Offer
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import PdserveError, PeerLost, TransferError
 from pdserve.base.ids import BlockId, RequestId
@@ -38,30 +39,9 @@ T = TypeVar("T")
 _COPIED_AT_ONCE = 1 / 4
 #: Bytes digested before the event loop, and with it the wire, gets a turn.
 _YIELD_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendStats:
-    """What one transfer put on the wire. Times are the event loop's, in seconds; None before the first message."""
-
-    #: Blocks that were sent whole.
-    sent_blocks: int
-    sent_bytes: int
-    #: Time in which at least one message was on its way.
-    busy_s: float
-    first_started_at: float | None
-    last_done_at: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendPath:
-    """The way of a transfer's bytes: from `memory` over `transport` to `peer`."""
-
-    memory: BlockMemory
-    transport: Transport
-    peer: Peer
-    #: Messages that may be on the wire at a time.
-    max_outstanding: int
+#: Offers of a transfer that the receiver has at a time: one that it copies and one that it copies next. Whoever comes
+#: with more of them waits behind those of other transfers.
+_MAX_OFFERS = 2
 
 
 class OutgoingTransfer:
@@ -75,6 +55,8 @@ class OutgoingTransfer:
         self._transport = path.transport
         self._peer = path.peer
         self._max_outstanding = path.max_outstanding
+        self._local = path.local
+        self._num_offers = 0
         self._digest = MessageDigest(ticket.key)
         self._groups = ticket.groups
         self._sent_bytes = 0
@@ -131,6 +113,9 @@ class OutgoingTransfer:
             digest=self._digest,
             after=after,
         )
+        if self._local is not None:
+            await self._offer_all(self._local, bundles, group, spec)
+            return
         # At most what may be on the wire: buffers come back only when they were sent.
         at_once = self._max_outstanding
         if self._memory.copies:  # The first batch leaves while the next is copied.
@@ -182,8 +167,8 @@ class OutgoingTransfer:
     async def _lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
         """Waits for memory as `BlockMemory.lend` does, until the transfer is over."""
         if not self._memory.copies:
-            return await self._memory.lend(bundles)
-        lending = asyncio.ensure_future(self._memory.lend(bundles))
+            return await self._memory.lend(bundles, to_send=True)
+        lending = asyncio.ensure_future(self._memory.lend(bundles, to_send=True))
         self.waits_for_memory = True
         try:
             await asyncio.wait((lending, self._stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -209,9 +194,9 @@ class OutgoingTransfer:
                 await self._change()
             buffer = buffers[0]
             message = buffer[self._groups.span(group, len(bundle))]
-            index = self._machine.next_index(group)
-            assert index is not None, "more blocks were pushed than the ticket has"
-            self._advance(SendStarted(index=index, digest=digests[position] if digests else self._digest(message)))
+            index = self._next_index(group)
+            digest = digests[position] if digests else self._digest(message)
+            self._advance(SendStarted(index=index, digests=(digest,)))
             send = self._transport.post_send(self._peer, self._ticket.tag(index), message)
             send.add_done_callback(partial(self._on_sent, index, buffer))
             del buffers[0]
@@ -220,14 +205,50 @@ class OutgoingTransfer:
                 since_yield = 0
                 await asyncio.sleep(0)
 
+    async def _offer_all(
+        self, local: LocalTransports, bundles: Sequence[Bundle], group: int, spec: MessageSpec
+    ) -> None:
+        """Offers the bundles' messages. Digests of later ones are found while the receiver copies earlier ones."""
+        memory = self._memory.offers
+        assert memory is not None
+        assert memory.shared is not None
+        block_bytes = memory.block_bytes(spec)
+        for run in offered_runs(bundles, block_bytes * self._ticket.bundle_blocks):
+            digests = await memory.digests(run, spec)
+            while self._num_offers >= _MAX_OFFERS and not self._stopped.done():
+                await self._change()
+            index = self._next_index(group)
+            offer = Offer(
+                first_tag=self._ticket.tag(index),
+                tag_step=self._ticket.shape.indices_of(group).step,
+                num_messages=len(run),
+                block_bytes=block_bytes,
+                starts=memory.starts(run, spec),
+            )
+            self._advance(SendStarted(index=index, digests=tuple(digests)))
+            self._num_offers += 1
+            operation = local.offer(self._peer, memory.shared, offer)
+            operation.add_done_callback(partial(self._on_offer_ended, index, offer))
+
+    def _on_offer_ended(self, index: int, offer: Offer, operation: Operation) -> None:
+        self._num_offers -= 1
+        self._on_done(
+            SendDone(index=index, count=offer.num_messages, error=_transfer_error(operation)), offer.num_bytes
+        )
+
+    def _next_index(self, group: int) -> int:
+        index = self._machine.next_index(group)
+        assert index is not None, "more blocks were pushed than the ticket has"
+        return index
+
     def _on_sent(self, index: int, buffer: Buffer, send: Operation) -> None:
         self._memory.give_back(buffer)
-        error = send.error
-        if error is None:
-            self._sent_bytes += send.buffer.nbytes
-        elif not isinstance(error, TransferError):
-            error = PeerLost(str(error))
-        self._handle(SendDone(index=index, error=error))
+        self._on_done(SendDone(index=index, error=_transfer_error(send)), send.buffer.nbytes)
+
+    def _on_done(self, done: SendDone, num_bytes: int) -> None:
+        if done.error is None:
+            self._sent_bytes += num_bytes
+        self._handle(done)
 
     async def _until_stopped(self, commit: Awaitable[T]) -> T:
         try:
@@ -272,3 +293,8 @@ class OutgoingTransfer:
     async def _change(self) -> None:
         self._changed.clear()
         await self._changed.wait()
+
+
+def _transfer_error(operation: Operation) -> TransferError | None:
+    error = operation.error
+    return error if error is None or isinstance(error, TransferError) else PeerLost(str(error))

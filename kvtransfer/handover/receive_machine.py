@@ -23,7 +23,7 @@ from kvtransfer.handover.events import (
     LeaseKept,
     MessageLanded,
     MessageLost,
-    MessageReceived,
+    MessagesReceived,
     Quiet,
     ReceiveEffect,
     ReceiveEvent,
@@ -68,7 +68,7 @@ _ENDINGS: _Moves = {Aborted: _to(_S.CANCELLING), TicketRenewed: _to(_S.CANCELLIN
 #: The states to which each event may lead. An event that is not listed for a state is illegal there.
 TRANSITIONS: dict[ReceiveState, _Moves] = {
     _S.RECEIVING: {
-        **_staying(_S.RECEIVING, MessageLanded, MessageReceived, LeaseKept),
+        **_staying(_S.RECEIVING, MessageLanded, MessagesReceived, LeaseKept),
         MessageLost: _to(_S.BROKEN),
         CommitArrived: _to(_S.COMMITTING, _S.COMMITTED, _S.BROKEN),
         TimePassed: _to(_S.RECEIVING, _S.CANCELLING),
@@ -76,24 +76,24 @@ TRANSITIONS: dict[ReceiveState, _Moves] = {
     },
     _S.COMMITTING: {
         **_staying(_S.COMMITTING, MessageLanded, CommitArrived, LeaseKept),
-        MessageReceived: _to(_S.COMMITTING, _S.COMMITTED, _S.BROKEN),
+        MessagesReceived: _to(_S.COMMITTING, _S.COMMITTED, _S.BROKEN),
         MessageLost: _to(_S.BROKEN),
         TimePassed: _to(_S.COMMITTING, _S.CANCELLING),
         **_ENDINGS,
     },
     _S.BROKEN: {
-        **_staying(_S.BROKEN, MessageLanded, MessageReceived, MessageLost, CommitArrived, LeaseKept),
+        **_staying(_S.BROKEN, MessageLanded, MessagesReceived, MessageLost, CommitArrived, LeaseKept),
         TimePassed: _to(_S.BROKEN, _S.CANCELLING),
         **_ENDINGS,
     },
     _S.CANCELLING: {
-        **_staying(_S.CANCELLING, MessageLanded, MessageReceived, MessageLost, CommitArrived),
+        **_staying(_S.CANCELLING, MessageLanded, MessagesReceived, MessageLost, CommitArrived),
         **_staying(_S.CANCELLING, LeaseKept, Aborted, TicketRenewed, TimePassed),
         Quiet: _to(_S.RELEASED),
     },
     _S.COMMITTED: _staying(_S.COMMITTED, CommitArrived, LeaseKept, Aborted, TicketRenewed, TimePassed),
     _S.RELEASED: {
-        **_staying(_S.RELEASED, MessageLanded, MessageReceived, MessageLost, CommitArrived),
+        **_staying(_S.RELEASED, MessageLanded, MessagesReceived, MessageLost, CommitArrived),
         **_staying(_S.RELEASED, LeaseKept, Aborted, TicketRenewed, TimePassed),
     },
 }
@@ -136,7 +136,7 @@ class ReceiveMachine(TransferMachine[ReceiveState, ReceiveEvent, ReceiveEffect])
 
     def _dispatch(self, event: ReceiveEvent, now: float) -> list[ReceiveEffect]:
         match event:
-            case MessageReceived():
+            case MessagesReceived():
                 return self._on_received(event, now)
             case MessageLanded():
                 return self._on_landed(event, now)
@@ -163,17 +163,20 @@ class ReceiveMachine(TransferMachine[ReceiveState, ReceiveEvent, ReceiveEffect])
         self._note_arrival(now)
         return [StoreMessage(index=event.index)]
 
-    def _on_received(self, event: MessageReceived, now: float) -> list[ReceiveEffect]:
-        index = event.index
-        self._require_outstanding(index)
+    def _on_received(self, event: MessagesReceived, now: float) -> list[ReceiveEffect]:
+        indices = self._shape.run(event.index, len(event.digests))
+        if len(indices) < len(event.digests):
+            raise transfer_errors.not_outstanding(event.index, self._shape)
+        for index in indices:
+            self._require_outstanding(index)
         if self.state is ReceiveState.RELEASED:
             return []
-        if index in self._storing:
-            self._storing.remove(index)
-        else:
+        if not self._storing.issuperset(indices):
             self._note_arrival(now)
-        self._digests[index] = event.digest
-        self.num_received += 1
+        self._storing.difference_update(indices)
+        for index, digest in zip(indices, event.digests, strict=True):
+            self._digests[index] = digest
+        self.num_received += len(indices)
         if self.state in _LEASED:
             self._renew_lease(now)
         return self._try_commit(now) if self.state is ReceiveState.COMMITTING else []

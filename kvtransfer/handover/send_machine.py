@@ -149,20 +149,22 @@ class SendMachine(TransferMachine[SendState, SendEvent, SendEffect]):
             return self._expire()
         group = self._shape.layer_group_of(event.index)
         expected = self.next_index(group)
-        if event.index != expected:
+        indices = self._shape.run(event.index, len(event.digests))
+        if event.index != expected or len(indices) < len(event.digests):
             raise transfer_errors.out_of_order(event.index, expected, self._shape)
-        self._digests[group].append(event.digest)
-        self._outstanding.add(event.index)
-        self.wire_time.started(now)
+        self._digests[group] += event.digests
+        self._outstanding.update(indices)
+        self.wire_time.started(now, len(indices))
         return []
 
     def _on_done(self, event: SendDone, now: float) -> list[SendEffect]:
-        if event.index not in self._outstanding:
+        indices = self._shape.run(event.index, event.count)
+        if len(indices) < event.count or not self._outstanding.issuperset(indices):
             raise transfer_errors.not_outstanding(event.index, self._shape)
-        self._outstanding.remove(event.index)
-        self.wire_time.done(now)
+        self._outstanding.difference_update(indices)
+        self.wire_time.done(now, event.count)
         if event.error is None:
-            self.num_sent += 1
+            self.num_sent += event.count
         if self.state is SendState.DRAINING:
             self._watch_aborted(now)
             return self._try_release()
@@ -251,18 +253,18 @@ class WireTime:
         self._since = 0.0
         self._busy_s = 0.0
 
-    def started(self, now: float) -> None:
-        """A message was handed to the transport."""
+    def started(self, now: float, count: int = 1) -> None:
+        """Messages were handed to the transport."""
         if self.first_started_at is None:
             self.first_started_at = now
         if self._num_outstanding == 0:
             self._since = now
-        self._num_outstanding += 1
+        self._num_outstanding += count
 
-    def done(self, now: float) -> None:
-        """The transport is done with a message."""
+    def done(self, now: float, count: int = 1) -> None:
+        """The transport is done with messages."""
         self.last_done_at = now
-        self._num_outstanding -= 1
+        self._num_outstanding -= count
         if self._num_outstanding == 0:
             self._busy_s += now - self._since
 

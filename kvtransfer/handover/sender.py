@@ -10,9 +10,10 @@ from functools import partial
 from kvtransfer.handover import transfer_errors
 from kvtransfer.handover.introduction import Introduce, Introduction, Introductions
 from kvtransfer.handover.memory import BlockMemory
-from kvtransfer.handover.outgoing import OutgoingTransfer, SendPath
+from kvtransfer.handover.outgoing import OutgoingTransfer
 from kvtransfer.handover.peers import PeerTable
 from kvtransfer.handover.send_machine import SendMachine
+from kvtransfer.handover.send_path import SendPath
 from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport import LocalTransports, Peer, Transport
 from kvtransfer.transport.local.address import LocalAddress
@@ -89,6 +90,7 @@ class Sender:
                 transport=self._transport,
                 peer=peer,
                 max_outstanding=self._max_outstanding(ticket),
+                local=self._local if self._local is not None and self._local.is_local(peer) else None,
             )
             transfer = OutgoingTransfer(ticket, request_id, machine, path)
             callbacks = self._answering_callbacks(ticket, peer)
@@ -102,8 +104,10 @@ class Sender:
                     self._settle(ticket.data_address, peer)
 
     def _local_address(self, ticket: Ticket) -> LocalAddress | None:
-        """Where to send to within the host; None: the workers are not on one host, or share no memory."""
-        end = ticket.data_endpoint
+        """Where to offer blocks within the host; None: the workers are not on one host, or share no memory."""
+        end, memory = ticket.data_endpoint, self._memory
+        if memory.offers is None or memory.offers.shared is None or ticket.bundle_blocks != memory.bundle_blocks:
+            return None
         if self._local is None or end is None or end.local is None or not self._local.reaches(end.local):
             return None
         is_refused = asyncio.get_running_loop().time() < self._refused_until.get(end.local, 0.0)

@@ -42,6 +42,9 @@ class BlockCopies(Protocol):
         """Copies in the other direction; later uses of the blocks see the bytes. Otherwise like `read`."""
 
 
+_Waiting = deque[tuple[list[int], asyncio.Future[list[Buffer]]]]
+
+
 class StagedMemory:
     """Implements `BlockMemory`: bundles are copied to or from frames of the stage, each of a full bundle's size.
 
@@ -49,6 +52,7 @@ class StagedMemory:
     """
 
     copies = True
+    offers = None
 
     def __init__(self, copies: BlockCopies, stage: Buffer, block_bytes: int, bundle_blocks: int | None = None) -> None:
         """`stage`: uint8, memory to and from which a device copies fast; it is divided into slots of `block_bytes`.
@@ -67,8 +71,11 @@ class StagedMemory:
         self.window_bytes = HOST_WINDOW_BYTES if copies.digest == HOST_DIGEST else DEVICE_WINDOW_BYTES
         #: Lent buffers and their first slots, by the identity of the buffer.
         self._lent: dict[int, tuple[Buffer, int]] = {}
-        #: Bundle sizes in blocks, and the buffers when they are there, in the order of the calls.
-        self._waiting: deque[tuple[list[int], asyncio.Future[list[Buffer]]]] = deque()
+        #: Frames that only messages which arrive take; they wait for nothing but their copies.
+        self._kept = min(1, len(self._free) - 1)
+        #: Bundle sizes in blocks, and the buffers when they are there, in the order of the calls: for messages that
+        #: arrive, and for those to be sent.
+        self._waiting: tuple[_Waiting, _Waiting] = (deque(), deque())
 
     @property
     def num_free(self) -> int:
@@ -76,22 +83,23 @@ class StagedMemory:
         return len(self._free) * self.bundle_blocks
 
     def try_lend(self, bundle: Bundle) -> Buffer | None:
-        if self._waiting or not self._free:
+        if self._waiting[False] or not self._free:
             return None
         return self._take([len(bundle)])[0]
 
-    async def lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
+    async def lend(self, bundles: Sequence[Bundle], *, to_send: bool = False) -> list[Buffer]:
         sizes = [len(bundle) for bundle in bundles]
-        num_frames = self.max_blocks // self.bundle_blocks
+        num_frames = self.max_blocks // self.bundle_blocks - to_send * self._kept
         if len(sizes) > num_frames or max(sizes, default=0) > self.bundle_blocks:
             raise NoFreeBlocks(
                 f"{len(sizes)} bundles of up to {max(sizes)} KV blocks do not fit into the memory between GPU and "
                 f"wire, which holds {num_frames} bundles of {self.bundle_blocks}. Raise --staging-memory."
             )
-        if not self._waiting and len(sizes) <= len(self._free):
+        waiting = self._waiting[to_send]
+        if not waiting and self._has(len(sizes), to_send=to_send):
             return self._take(sizes)
         lent: asyncio.Future[list[Buffer]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((sizes, lent))
+        waiting.append((sizes, lent))
         try:
             return await lent
         except asyncio.CancelledError:
@@ -124,9 +132,14 @@ class StagedMemory:
             lent.append(buffer)
         return lent
 
+    def _has(self, num_frames: int, *, to_send: bool) -> bool:
+        return num_frames <= len(self._free) - to_send * self._kept
+
     def _serve_waiting(self) -> None:
         """Lends to waiting callers in order, while frames are free."""
-        while self._waiting and (self._waiting[0][1].done() or len(self._waiting[0][0]) <= len(self._free)):
-            sizes, lent = self._waiting.popleft()
-            if not lent.done():
-                lent.set_result(self._take(sizes))
+        for to_send in (False, True):
+            waiting = self._waiting[to_send]
+            while waiting and (waiting[0][1].done() or self._has(len(waiting[0][0]), to_send=to_send)):
+                sizes, lent = waiting.popleft()
+                if not lent.done():
+                    lent.set_result(self._take(sizes))

@@ -8,11 +8,11 @@ from kvtransfer.transport.base import (
     Buffer,
     GuardedTransport,
     LaneReporter,
-    LocalTransports,
     Operation,
     Peer,
     Transport,
 )
+from kvtransfer.transport.offers import LocalTransports
 from pdserve.base.config import set_default_variable
 from pdserve.base.errors import SetupError
 
@@ -78,10 +78,10 @@ def open_transport(
 
 
 def _with_local(ucx: UcxTransport, sockets: SocketDirectory) -> Transport:
-    from kvtransfer.transport.local.transport import LocalTransport
+    from kvtransfer.transport.local.exchange import LocalExchange
     from kvtransfer.transport.with_local import WithLocal
 
-    return WithLocal(ucx, LocalTransport(sockets))
+    return WithLocal(ucx, LocalExchange(sockets))
 
 
 def _pair_links(host: str, device: str | None) -> PairLinks:

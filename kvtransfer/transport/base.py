@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.own_sockets import Connection
 from pdserve.base.errors import PdserveError
-from pdserve.base.shared_memory import SharedMemory
+
+if TYPE_CHECKING:
+    from kvtransfer.transport.offers import IncomingOffer
 
 #: The bytes of a message: a contiguous, one-dimensional array, writable for receives. UCX and NCCL also take memory of
 #: a GPU, which has a `__cuda_array_interface__`.
@@ -25,6 +26,11 @@ Buffer = npt.NDArray[np.uint8]
 TAG_LIMIT = 1 << 64
 #: Low bits of a tag, which number the messages of one `Inbox`. The bits above are random.
 TAG_INDEX_BITS = 20
+
+
+def tag_base_of(tag: int) -> int:
+    """The base of the inbox that a tag belongs to."""
+    return tag >> TAG_INDEX_BITS << TAG_INDEX_BITS
 
 
 class Operation:
@@ -123,6 +129,10 @@ class Inbox(Protocol):
         """
         ...
 
+    def offered(self, blocks: IncomingOffer) -> bool:
+        """A process of this host offers messages, which are copied from its memory. Otherwise as `arrived`."""
+        ...
+
     def lost(self, error: PdserveError) -> None:
         """Messages without a receive do not arrive any more. Otherwise as `arrived`."""
         ...
@@ -214,36 +224,6 @@ class LaneReporter(Protocol):
 
     def lanes(self, peer: Peer) -> tuple[str, ...]:
         """What the connection to the peer uses, by the library's names; empty when it is unknown."""
-        ...
-
-
-@runtime_checkable
-class LocalTransports(Protocol):
-    """A transport that has another one for processes of its host."""
-
-    @property
-    def local_address(self) -> LocalAddress | None:
-        """Where processes of this host send to; None: this process shares no memory with them."""
-        ...
-
-    def share(self, memory: SharedMemory) -> None:
-        """Messages in this memory are sent to processes of this host from where they are."""
-        ...
-
-    def unshare(self, memory: SharedMemory) -> None:
-        """From now on messages in this memory are copied before they are sent, as all others are."""
-        ...
-
-    def reaches(self, address: LocalAddress) -> bool:
-        """Whether a local address can be connected to, as far as it is known."""
-        ...
-
-    def is_local(self, peer: Peer) -> bool:
-        """Whether the peer was connected to within the host."""
-        ...
-
-    async def connect_locally(self, address: LocalAddress) -> Peer:
-        """Connects within the host. Raises: PeerLost."""
         ...
 
 

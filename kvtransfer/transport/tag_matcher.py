@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from kvtransfer.transport.base import TAG_INDEX_BITS, Inbox, Operation
+from kvtransfer.transport.base import Inbox, Operation, tag_base_of
 from pdserve.base.errors import PdserveError
 
 M = TypeVar("M")
@@ -51,7 +51,7 @@ class TagMatcher(Generic[M]):
 
     def expect(self, tag_base: int, inbox: Inbox) -> None:
         """Opens an inbox for the tags of this base."""
-        if _base_of(tag_base) != tag_base or tag_base in self._inboxes:
+        if tag_base_of(tag_base) != tag_base or tag_base in self._inboxes:
             raise ValueError(f"An inbox at {tag_base:#x} is open already, or its tags have no bits to be counted.")
         self._inboxes[tag_base] = (inbox, {})
 
@@ -75,7 +75,7 @@ class TagMatcher(Generic[M]):
         if receive.tag in self._posted:
             raise ValueError(f"A receive of tag {receive.tag:#x} is outstanding already.")
         self._withdrawn.pop(receive.tag, None)
-        opened = self._inboxes.get(_base_of(receive.tag))
+        opened = self._inboxes.get(tag_base_of(receive.tag))
         if opened is not None and receive.tag in opened[1]:
             return opened[1].pop(receive.tag)
         if receive.tag in self._early:
@@ -91,11 +91,11 @@ class TagMatcher(Generic[M]):
         receive = self._posted.pop(tag, None)
         if receive is not None:
             return receive
-        opened = self._inboxes.get(_base_of(tag))
+        opened = self._inboxes.get(tag_base_of(tag))
         if opened is not None:
             self._offer(*opened, tag, message)
             return None
-        is_refused = _base_of(tag) in self._closed_inboxes or tag in self._withdrawn
+        is_refused = tag_base_of(tag) in self._closed_inboxes or tag in self._withdrawn
         if is_refused or tag in self._early or num_bytes > self._max_early_bytes:
             self._drop(message)
             return None
@@ -107,7 +107,7 @@ class TagMatcher(Generic[M]):
 
     def holds(self, tag: int) -> bool:
         """Whether a message of this tag waits for the receive of an inbox."""
-        opened = self._inboxes.get(_base_of(tag))
+        opened = self._inboxes.get(tag_base_of(tag))
         return opened is not None and tag in opened[1]
 
     def withdraw(self, receive: Operation) -> bool:
@@ -117,11 +117,6 @@ class TagMatcher(Generic[M]):
         del self._posted[receive.tag]
         _remember(self._withdrawn, receive.tag)
         return True
-
-    def drop_early(self, is_gone: Callable[[M], bool]) -> None:
-        """Removes waiting messages whose sender is gone."""
-        for tag in [tag for tag, (message, _) in self._early.items() if is_gone(message)]:
-            self._take(tag)
 
     def clear(self) -> tuple[list[Operation], list[M]]:
         """Removes and returns all waiting receives and all messages. `lose` then tells the inboxes."""
@@ -159,10 +154,6 @@ class OpensInboxes(Generic[M]):
     def dismiss(self, tag_base: int) -> None:
         """Closes an inbox."""
         self._matcher.dismiss(tag_base)
-
-
-def _base_of(tag: int) -> int:
-    return tag >> TAG_INDEX_BITS << TAG_INDEX_BITS
 
 
 def _remember(numbers: OrderedDict[int, None], number: int) -> None:

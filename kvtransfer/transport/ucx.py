@@ -118,6 +118,11 @@ class UcxTransport(OpensInboxes[ucx.TagProbeResult]):
             endpoint.close_blocking(_CLOSE_PERIOD_NS, 1)
             self._schedule_poll()
 
+    def dismiss(self, tag_base: int) -> None:
+        """Closes an inbox. Its messages are drained."""
+        super().dismiss(tag_base)
+        self._schedule_poll()
+
     def post_receive(self, tag: int, buffer: Buffer, digest: Callable[[Buffer], bytes] | None = None) -> Operation:
         """Adds the receive to our own table; UCX gets the buffer when the message is there."""
         receive = Operation(tag, buffer, digest)

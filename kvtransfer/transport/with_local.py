@@ -1,4 +1,4 @@
-"""UCX between hosts, and the local transport within one: a process takes messages from both, for the same receives."""
+"""UCX between hosts, and offers within one: a process takes both, for the same transfers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 
 from kvtransfer.transport.base import Buffer, Inbox, Operation, Peer, TransportGuard
 from kvtransfer.transport.local.address import LocalAddress
+from kvtransfer.transport.local.exchange import LocalExchange
+from kvtransfer.transport.local.offer import Offer
 from kvtransfer.transport.local.outgoing_peer import LocalPeer
-from kvtransfer.transport.local.transport import LocalTransport
 from kvtransfer.transport.path import LOCAL
 from kvtransfer.transport.ucx import UcxTransport
 from pdserve.base.errors import SetupError
@@ -23,7 +24,7 @@ LOCAL_LANES = (LOCAL,)
 class WithLocal:
     """Implements `Transport`, `LaneReporter`, `GuardedTransport` and `LocalTransports`."""
 
-    def __init__(self, remote: UcxTransport, local: LocalTransport) -> None:
+    def __init__(self, remote: UcxTransport, local: LocalExchange) -> None:
         self._remote = remote
         self._local = local
         self.name = remote.name
@@ -40,11 +41,11 @@ class WithLocal:
         return self._local.address if self._local.has_memory else None
 
     def share(self, memory: SharedMemory) -> None:
-        """Messages in this memory are sent to processes of this host from where they are."""
+        """Blocks of this memory may be offered to processes of this host."""
         self._local.share(memory)
 
     def unshare(self, memory: SharedMemory) -> None:
-        """From now on messages in this memory are copied before they are sent."""
+        """Blocks of this memory are not offered any more."""
         self._local.unshare(memory)
 
     def reaches(self, address: LocalAddress) -> bool:
@@ -60,7 +61,7 @@ class WithLocal:
         if not self._has_listened:
             self._has_listened = True  # Once: this is called for each ticket.
             try:
-                await self._local.listen()
+                self._local.listen()
             except SetupError as error:
                 if self._local.is_required:
                     raise
@@ -73,11 +74,11 @@ class WithLocal:
 
     async def connect_locally(self, address: LocalAddress) -> Peer:
         """Connects within the host. Raises: PeerLost."""
-        return await self._local.connect(address.pack())
+        return await self._local.connect(address)
 
     def disconnect(self, peer: Peer) -> None:
         """Disconnects."""
-        self._of(peer).disconnect(peer)
+        (self._local if isinstance(peer, LocalPeer) else self._remote).disconnect(peer)
 
     def expect(self, tag_base: int, inbox: Inbox) -> None:
         """Opens an inbox for messages from either."""
@@ -90,23 +91,24 @@ class WithLocal:
         self._local.dismiss(tag_base)
 
     def post_receive(self, tag: int, buffer: Buffer, digest: Callable[[Buffer], bytes] | None = None) -> Operation:
-        """Receives a message that has arrived within the host, or one that has come or will come over UCX."""
-        transport = self._local if self._local.holds(tag) else self._remote
-        return transport.post_receive(tag, buffer, digest)
+        """Receives a message over UCX."""
+        return self._remote.post_receive(tag, buffer, digest)
 
     def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
-        """Starts sending."""
-        return self._of(peer).post_send(peer, tag, buffer)
+        """Sends over UCX."""
+        return self._remote.post_send(peer, tag, buffer)
+
+    def offer(self, peer: Peer, memory: SharedMemory, offer: Offer) -> Operation:
+        """Offers blocks within the host."""
+        return self._local.offer(peer, memory, offer)
 
     async def cancel(self, receives: Iterable[Operation]) -> None:
-        """Withdraws receives from both."""
-        receives = list(receives)
-        await self._local.cancel(receives)
+        """Withdraws receives."""
         await self._remote.cancel(receives)
 
     async def close(self) -> None:
         """Closes both."""
-        await self._remote.close()  # First: what it still receives is its own to end.
+        await self._remote.close()
         await self._local.close()
 
     def offered_lanes(self) -> tuple[str, ...]:
@@ -116,6 +118,3 @@ class WithLocal:
     def lanes(self, peer: Peer) -> tuple[str, ...]:
         """What the connection uses."""
         return LOCAL_LANES if isinstance(peer, LocalPeer) else self._remote.lanes(peer)
-
-    def _of(self, peer: Peer) -> UcxTransport | LocalTransport:
-        return self._local if isinstance(peer, LocalPeer) else self._remote

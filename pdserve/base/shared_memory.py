@@ -14,6 +14,8 @@ from pdserve.base.logs import get_logger
 
 log = get_logger(__name__)
 
+_ALIGNMENT = 64
+
 Bytes = npt.NDArray[np.uint8]
 
 #: Nobody maps the memory to write to it from now on (Linux 5.1; not in Python's `fcntl`).
@@ -69,7 +71,10 @@ class SharedMemory:
 
 
 def zeros(num_bytes: int, *, is_shared: bool) -> tuple[Bytes, SharedMemory | None]:
-    """Memory of zeros, uint8 [num_bytes], and what others can map of it; None: `is_shared` is False, or nothing."""
+    """Memory of zeros, uint8 [num_bytes], and what others can map of it; None: `is_shared` is False, or nothing.
+
+    It begins at a multiple of 64 bytes: copies are faster then.
+    """
     if is_shared:
         try:
             shared = SharedMemory(num_bytes)
@@ -77,7 +82,9 @@ def zeros(num_bytes: int, *, is_shared: bool) -> tuple[Bytes, SharedMemory | Non
             log.warning("memory_not_shared", reason=error)
         else:
             return shared.bytes, shared
-    return np.zeros(num_bytes, np.uint8), None
+    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_bytes], None
 
 
 def map_to_read(file: int, num_bytes: int) -> Bytes:

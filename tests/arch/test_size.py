@@ -38,6 +38,7 @@ MANY_IMPORTS = {
 MANY_ATTRIBUTES = {
     "decode_svc/session.py:DecodeSession": "one request of a worker: its parts, and how far it has come",
     "kernels/triton/attention.py:_Call": "the arguments of a kernel",
+    "kvtransfer/handover/incoming_messages.py:IncomingMessages": "the messages of a transfer, and how far each is",
     "kvtransfer/handover/outgoing.py:OutgoingTransfer": "one transfer: its parts, and how far it has come",
     "pdserve/engine/sequence.py:Sequence": "one sequence: what was asked for, and how far it has come",
     "pdserve/llm/sampling_params.py:SamplingParams": "the parameters of a request, which their owner may change",

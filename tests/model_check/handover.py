@@ -35,6 +35,8 @@ class Bounds:
     layer_groups: int = 1
     #: Messages are copied to their blocks after they have arrived.
     copies: bool = False
+    #: They are not sent but offered: the copy is made from the sender's blocks, which it may have let go meanwhile.
+    offers: bool = False
     #: A message arrives and is sent in one action, and answers are not lost: fewer states, less seen.
     is_coarse: bool = False
     renewals: int = 1
@@ -74,6 +76,8 @@ class _Transfer:
         self.posted = set(range(bounds.shape.num_messages))
         #: Messages that arrived and are being copied, with their digests.
         self.copying: dict[int, bytes] = {}
+        #: Offered messages of which the sender is told that they are read no more.
+        self.taken: set[int] = set()
         self.wire: tuple[_Message, ...] = ()
         self.commits: tuple[int, ...] = ()
         self.answers: tuple[bool, ...] = ()
@@ -199,7 +203,7 @@ class HandoverWorld:
                 if self.left.losses:
                     yield f"lose {at} {message.index}", False, at, lambda world, each=message: world._lose(at, each)
                     yield f"fail {at} {message.index}", False, at, lambda world, each=message: world._fail(at, each)
-            if not message.is_sent and not (self.bounds.is_coarse and not message.has_arrived):
+            if not message.is_sent and self._may_be_sent(transfer, message):
                 yield f"sent {at} {message.index}", True, at, lambda world, each=message: world._sent(at, each)
         if transfer.commits:
             yield f"commit {at}", True, at, lambda world: world._commit(at, is_repeated=False)
@@ -209,6 +213,12 @@ class HandoverWorld:
             yield f"answer {at}", True, at, lambda world: world._answer(at)
             if not self.bounds.is_coarse:
                 yield f"lose-answer {at}", False, at, lambda world: world._lose_answer(at)
+
+    def _may_be_sent(self, transfer: _Transfer, message: _Message) -> bool:
+        if self.bounds.offers:
+            is_disconnected = transfer.send is not None and transfer.send._disconnected
+            return message.index in transfer.taken or is_disconnected
+        return message.has_arrived or not self.bounds.is_coarse
 
     def _of_receiver(self, at: int, transfer: _Transfer) -> Iterator[tuple[str, bool, int, _Act]]:
         for index in transfer.copying:
@@ -231,7 +241,7 @@ class HandoverWorld:
         assert index is not None
         if content == b"bad":
             self._spend("damages")
-        self._to_sender(at, events.SendStarted(index=index, digest=b"good"))
+        self._to_sender(at, events.SendStarted(index=index, digests=(b"good",)))
         if transfer.send.state is SendState.SENDING:
             transfer.wire += (_Message(index, content),)
 
@@ -268,14 +278,17 @@ class HandoverWorld:
     def _arrive(self, at: int, message: _Message) -> None:
         self._change(at, message, has_arrived=True)
         transfer = self.transfers[at]
-        if self.bounds.is_coarse:
+        if self.bounds.is_coarse and not self.bounds.offers:
             self._sent(at, message)
         if message.index not in transfer.posted:
+            transfer.taken.add(message.index)
             return  # Withdrawn: the transport drops it.
         transfer.posted.discard(message.index)
-        if not self.bounds.copies:
+        if self.bounds.offers:
+            transfer.copying[message.index] = message.digest
+        elif not self.bounds.copies:
             self._write(transfer, message.index, message.digest)
-            self._to_receiver(at, events.MessageReceived(index=message.index, digest=message.digest))
+            self._to_receiver(at, events.MessagesReceived(index=message.index, digests=(message.digest,)))
         else:
             for effect in self._to_receiver(at, events.MessageLanded(index=message.index)):
                 assert isinstance(effect, events.StoreMessage)
@@ -284,8 +297,11 @@ class HandoverWorld:
     def _copied(self, at: int, index: int) -> None:
         transfer = self.transfers[at]
         digest = transfer.copying.pop(index)
+        transfer.taken.add(index)
+        if self.bounds.offers and transfer.send is not None and transfer.send.state is SendState.CLOSED:
+            digest = b"of another prompt"
         self._write(transfer, index, digest)
-        self._to_receiver(at, events.MessageReceived(index=index, digest=digest))
+        self._to_receiver(at, events.MessagesReceived(index=index, digests=(digest,)))
 
     def _write(self, transfer: _Transfer, index: int, content: bytes) -> None:
         if self.owner != transfer.attempt:

@@ -9,7 +9,7 @@ import pytest
 from kvtransfer.handover.events import (
     CancelReceives,
     CommitArrived,
-    MessageReceived,
+    MessagesReceived,
     ReceiveEffect,
     Released,
     SendEffect,
@@ -30,6 +30,10 @@ CASES = {
     "a lost message": {"num_blocks": 1, "losses": 1, "repeated_commits": 1},
     "two layer groups that are copied": {"num_blocks": 1, "layer_groups": 2, "copies": True},
     "a death and an abort": {"num_blocks": 1, "deaths": 1, "aborts": 1, "copies": True},
+    "offered blocks": {"num_blocks": 2, "offers": True},
+    "offered blocks that are let go": {"num_blocks": 1, "offers": True, "losses": 1, "aborts": 1},
+    "an offer of a sender that dies": {"num_blocks": 1, "offers": True, "deaths": 1},
+    "offers behind a renewed ticket": {"num_blocks": 1, "offers": True, "renewals": 1, "is_coarse": True},
     "a renewed ticket": {"num_blocks": 1, "renewals": 1, "is_coarse": True},
     "a stale commit": {"num_blocks": 1, "renewals": 1, "stray_commits": 1, "is_coarse": True},
 }
@@ -77,14 +81,19 @@ def test_a_sender_that_lets_go_of_blocks_on_the_wire_is_found(monkeypatch: pytes
         checked(num_blocks=1, aborts=1)
 
 
-def test_a_commit_without_a_look_at_the_digests_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def received(machine: ReceiveMachine, event: MessageReceived, now: float) -> list[ReceiveEffect]:
-        return take(machine, dataclasses.replace(event, digest=b"good"), now)
+@pytest.mark.parametrize("bounds", [{"damages": 1}, {"offers": True}])
+def test_a_commit_without_a_look_at_the_digests_is_found(
+    monkeypatch: pytest.MonkeyPatch, bounds: dict[str, object]
+) -> None:
+    """Offered blocks may be copied after their sender has let them go."""
+
+    def received(machine: ReceiveMachine, event: MessagesReceived, now: float) -> list[ReceiveEffect]:
+        return take(machine, dataclasses.replace(event, digests=(b"good",) * len(event.digests)), now)
 
     take = ReceiveMachine._on_received
     monkeypatch.setattr(ReceiveMachine, "_on_received", received)
     with pytest.raises(Counterexample, match="is committed with"):
-        checked(num_blocks=1, damages=1)
+        checked(num_blocks=1, **bounds)
 
 
 def test_a_commit_of_any_attempt_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,7 @@ def random_plan(chance: Random) -> WorkerPlan:
         lease_s=chance.choice((3.0, 8.0)),
         layer_groups=chance.choice((1, 2)),
         is_staged=is_staged,
+        is_local=not is_staged and chance.random() < 0.6,
         bundle_blocks=chance.choice((1, 2, 3)) if is_staged else 1,
         max_num_seqs=chance.choice((4, 8)),
         chunk_tokens=chance.choice((8, 16)),

@@ -1,20 +1,25 @@
 """The transport of blocks between simulated workers: tagged messages, late, twice, cut short, changed or never.
 
 As a real one does, it either takes a copy of a small message at once, or reads the sender's buffer when the receiver is
-ready: a buffer that was given back too early then has other bytes.
+ready: a buffer that was given back too early then has other bytes. Workers that share memory offer blocks instead,
+which the receiver reads there, also behind the sender's death.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvtransfer.transport.base import Buffer, Operation, Peer
+from kvtransfer.transport.base import Buffer, Inbox, Operation, Peer, tag_base_of
+from kvtransfer.transport.local.address import LocalAddress
+from kvtransfer.transport.local.incoming_peer import OfferedBlocks
+from kvtransfer.transport.local.offer import Offer
 from kvtransfer.transport.tag_matcher import OpensInboxes, TagMatcher
 from pdserve.base.errors import PeerLost, TransferError
+from pdserve.base.shared_memory import SharedMemory
 from tests.simulation.loop import Process, current_process
 from tests.simulation.network import Network
 
@@ -52,12 +57,13 @@ class WirePeer:
     """A connection to one incarnation of a worker."""
 
     address: bytes
+    is_local: bool = False
     closed: bool = False
     unfinished: dict[Operation, None] = field(default_factory=dict)
 
 
 class WireTransport(OpensInboxes[_Message]):
-    """Implements `kvtransfer.transport.Transport` for one simulated worker."""
+    """Implements `kvtransfer.transport.Transport` and `LocalTransports` for one simulated worker."""
 
     name = "inproc"
 
@@ -72,6 +78,8 @@ class WireTransport(OpensInboxes[_Message]):
         self._address = f"wire:{process.name}:".encode() + secrets.token_bytes(8)
         self._matcher = TagMatcher[_Message](self._drop)
         self._peers: dict[WirePeer, None] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        self._shares = False
         #: Called with the buffer of a receive before it is written.
         self.on_write: Callable[[Buffer], None] = lambda buffer: None
 
@@ -79,6 +87,43 @@ class WireTransport(OpensInboxes[_Message]):
     def num_expected(self) -> int:
         """Receives that wait for their message, and open inboxes."""
         return self._matcher.num_posted + self._matcher.num_inboxes
+
+    @property
+    def local_address(self) -> LocalAddress | None:
+        """None: blocks are sent."""
+        return LocalAddress(directory="host", name=self._address.hex(), token=bytes(32)) if self._shares else None
+
+    def share(self, memory: SharedMemory) -> None:
+        """From now on blocks are offered."""
+        self._shares = True
+
+    def unshare(self, memory: SharedMemory) -> None:
+        """Nothing is mapped."""
+
+    def reaches(self, address: LocalAddress) -> bool:
+        """All workers are on one host."""
+        return self._shares
+
+    def is_local(self, peer: Peer) -> bool:
+        """Whether blocks are offered to it."""
+        assert isinstance(peer, WirePeer)
+        return peer.is_local
+
+    async def connect_locally(self, address: LocalAddress) -> WirePeer:
+        """As `connect`."""
+        peer = await self.connect(bytes.fromhex(address.name))
+        peer.is_local = True
+        return peer
+
+    def expect(self, tag_base: int, inbox: Inbox) -> None:
+        """Opens an inbox for messages and offers."""
+        super().expect(tag_base, inbox)
+        self._inboxes[tag_base] = inbox
+
+    def dismiss(self, tag_base: int) -> None:
+        """Closes an inbox."""
+        super().dismiss(tag_base)
+        self._inboxes.pop(tag_base, None)
 
     async def listen(self) -> bytes:
         """The address of this incarnation."""
@@ -140,6 +185,48 @@ class WireTransport(OpensInboxes[_Message]):
             copy = _Message(tag, buffer.nbytes, buffer.copy(), send, self)
             loop.call_at(at + 3.0 * chance.random(), target._arrive, copy, context=target.process.context)
         return send
+
+    def offer(self, peer: Peer, memory: SharedMemory, offer: Offer) -> Operation:
+        """Offers blocks, with the fault that is planned."""
+        assert isinstance(peer, WirePeer)
+        operation = Operation(offer.first_tag, memory.bytes)
+        target = self._directory.get(peer.address)
+        if peer.closed or target is None:
+            self._soon(operation.fail, PeerLost("The peer is gone."))
+            return operation
+        peer.unfinished[operation] = None
+        operation.add_done_callback(lambda done: peer.unfinished.pop(done, None))
+        chance, loop, kind = self._network.chance, self._network.loop, self._faults.take()
+        at = self._network.arrival(self.process, target.process)
+        if kind == "late":
+            at += 40.0 * chance.random()
+        if kind == "drop":  # A socket loses nothing but itself.
+            self._soon(self.disconnect, peer)
+            return operation
+        given, bytes_offered = offer, memory.bytes
+        if kind == "truncate":
+            given = replace(offer, block_bytes=chance.randrange(1, offer.block_bytes))
+        if kind == "corrupt":
+            bytes_offered = memory.bytes.copy()
+            at_byte = int(offer.starts[0]) + chance.randrange(offer.block_bytes)
+            bytes_offered[at_byte] ^= np.uint8(1 << at_byte % 8)
+        loop.call_at(at, target._offered, given, bytes_offered, self, operation, context=target.process.context)
+        if kind == "repeat":
+            at += 3.0 * chance.random()
+            loop.call_at(at, target._offered, given, memory.bytes, self, operation, context=target.process.context)
+        return operation
+
+    def _offered(self, offer: Offer, memory: Buffer, sender: WireTransport, operation: Operation) -> None:
+        def end(tag: int) -> None:
+            if not sender.process.is_dead:
+                self._network.loop.call_soon(operation.complete, context=sender.process.context)
+
+        blocks = OfferedBlocks(offer, memory, end)
+        inbox = self._inboxes.get(tag_base_of(offer.first_tag))
+        is_taken = inbox is not None and inbox.offered(blocks)
+        self._network.note("wire", self.process.name, f"{offer.num_bytes} offered {is_taken}")
+        if not is_taken:
+            blocks.end()
 
     async def cancel(self, receives: Iterable[Operation]) -> None:
         """Withdraws receives."""

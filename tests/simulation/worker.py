@@ -57,6 +57,8 @@ class WorkerPlan:
     layer_groups: int = 1
     #: Blocks pass through a stage, as on a GPU.
     is_staged: bool = False
+    #: Blocks are offered in memory that all workers see, as within a host.
+    is_local: bool = False
     bundle_blocks: int = 1
     max_num_seqs: int = 8
     chunk_tokens: int = 8
@@ -132,7 +134,7 @@ class SimulatedWorker:
             tasks = await stack.enter_async_context(service_group())
             grammars = Grammars(config.model_dir)
             stack.callback(grammars.close)
-            model = loaded_model(plan.num_blocks[tier])
+            model = loaded_model(plan.num_blocks[tier], is_shared=plan.is_local)
             worker = self.worker = Worker(
                 config=config,
                 tier=tier,
@@ -207,17 +209,21 @@ class SimulatedWorker:
         if not self.plan.is_staged:
             start, size = memory.ctypes.data, LAYOUT.block_bytes
             self.transport.on_write = lambda buffer: self._require_reserved([(buffer.ctypes.data - start) // size])
+            offers: Any = self.worker.blocks.offers
+            offers.pull = self._watched(offers.pull)
             return
         blocks: Any = self.worker.blocks
-        store = blocks.store
+        blocks.store = self._watched(blocks.store)
 
-        async def watched(bundles: Any, buffers: Any, spec: Any) -> Any:
+    def _watched(self, copy: Any) -> Any:
+        async def watched(*arguments: Any) -> Any:
+            bundles = next(each for each in arguments if isinstance(each, list))
             self._require_reserved([block for bundle in bundles for block in bundle])
-            digests = await store(bundles, buffers, spec)
+            digests = await copy(*arguments)
             self._require_reserved([block for bundle in bundles for block in bundle])
             return digests
 
-        blocks.store = watched
+        return watched
 
     def _require_reserved(self, blocks: list[int]) -> None:
         requests = self.service.scheduler._requests.values()
@@ -281,9 +287,9 @@ class _GrpcHealth:
 _GRPC_HEALTH: Any = _GrpcHealth()
 
 
-def loaded_model(num_blocks: int) -> LoadedModel:
+def loaded_model(num_blocks: int, *, is_shared: bool = False) -> LoadedModel:
     """The simulated model with a KV cache of this size."""
-    kv_cache = KvCache(LAYOUT, num_blocks, torch.device("cpu"))
+    kv_cache = KvCache(LAYOUT, num_blocks, torch.device("cpu"), is_shared=is_shared)
     decoder: Any = SimpleNamespace(thread_counters=None)
     runner: Any = SimulatedRunner(kv_cache)
     return LoadedModel(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvtransfer.handover.digest import HOST_DIGEST
+from kvtransfer.handover.host_offers import HostOffers
 from kvtransfer.handover.layer_groups import span_of
 from kvtransfer.handover.memory import BlockMemory, Bundle, InPlaceMemory, MessageSpec
 from kvtransfer.handover.outgoing import OutgoingTransfer
@@ -20,11 +21,15 @@ from kvtransfer.handover.staging import StagedMemory
 from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport import Buffer
 from kvtransfer.transport.inproc import InprocTransport
+from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import PdserveError, TransferError
 from pdserve.base.ids import BlockId, Epoch, RequestId, WorkerId
 from pdserve.base.layout import KvLayout
+from pdserve.base.shared_memory import SharedMemory
 from pdserve.base.tasks import service_group
+from tests.support.inproc_offers import InprocWithOffers
+from tests.support.machine import HOST
 from tests.support.virtual_time import VirtualTimeLoop
 
 LAYOUT = KvLayout.uniform(model="m", dtype="float32", block_size=4, num_layers=4, num_kv_heads=1, head_dim=4)
@@ -36,16 +41,22 @@ class Memory:
     """Blocks of random bytes."""
 
     def __init__(self, num_blocks: int, seed: int) -> None:
-        self.blocks = np.random.default_rng(seed).integers(0, 256, (num_blocks, LAYOUT.block_bytes), np.uint8)
-
-    def block_bytes_view(self, block_id: BlockId) -> Buffer:
-        view: Buffer = self.blocks[block_id]
-        return view
+        self.shared = SharedMemory(num_blocks * LAYOUT.block_bytes)
+        self.blocks = self.shared.bytes.reshape(num_blocks, LAYOUT.block_bytes)
+        self.blocks[:] = np.random.default_rng(seed).integers(0, 256, self.blocks.shape, np.uint8)
 
 
 def in_place(memory: Memory, layout: KvLayout = LAYOUT) -> InPlaceMemory:
     """Transports read and write the blocks themselves."""
-    return InPlaceMemory(memory, layout)
+    shared = memory.shared
+    return InPlaceMemory(shared.bytes, layout, HostOffers(shared.bytes, layout, shared))
+
+
+def endpoint_of(transport: InprocTransport) -> DataEndpoint | None:
+    """Its end in tickets, where blocks are offered."""
+    if not isinstance(transport, InprocWithOffers):
+        return None
+    return DataEndpoint(host=HOST, lanes=(), local=transport.local_address)
 
 
 @dataclass(eq=False)
@@ -105,15 +116,22 @@ async def worker_pair(
     layer_groups: int = 1,
     layout: KvLayout = LAYOUT,
     stage: Callable[[Memory], BlockMemory] = in_place,
+    is_local: bool = False,
 ) -> AsyncIterator[Pair]:
     """Two workers over the inproc transport. `stage` makes their memories, the receiver's first.
 
-    `layout` has blocks of the same size as `LAYOUT`.
+    `layout` has blocks of the same size as `LAYOUT`. `is_local`: they offer blocks to each other.
     """
-    sending, receiving = InprocTransport(), InprocTransport()
+    sending = InprocWithOffers("sender") if is_local else InprocTransport()
+    receiving = InprocWithOffers("receiver") if is_local else InprocTransport()
     source, target = Memory(num_blocks, 1), Memory(num_blocks, 2)
     identity = ReceiverIdentity(
-        worker_id=WorkerId("d0"), epoch=EPOCH, grpc_address="d0:1", layout=layout, layer_groups=layer_groups
+        worker_id=WorkerId("d0"),
+        epoch=EPOCH,
+        grpc_address="d0:1",
+        layout=layout,
+        layer_groups=layer_groups,
+        data_endpoint=endpoint_of(receiving),
     )
     async with service_group() as tasks:
         pair = Pair(

@@ -14,6 +14,9 @@ constexpr int kLanes = 16;
 constexpr int kPanelColumns = 32;
 // Keys attended at once; tiles are aligned to absolute positions.
 constexpr int kKeyTile = 64;
+// The secret of a digest, and what XXH3 calls a long message: shorter ones have other rules.
+constexpr long kSecretBytes = 192;
+constexpr long kLeastDigestedBytes = 241;
 
 enum class Format : int { bf16 = 0, f32 = 1, int8 = 2 };
 enum class KvType : int { bf16 = 0, f32 = 1, f16 = 2 };
@@ -128,6 +131,8 @@ struct Kernels {
   // The token of one row. `logits`: edited, or the same as `raw`.
   void (*sample_row)(const float* raw, const float* logits, long vocab_size, const SampleRequest& request,
                      const SampleScratch& scratch, SampleResult& result);
+  // XXH3 of `num_bytes` from `source`, at least `kLeastDigestedBytes`, as 16 bytes; copies them to `target` unless that is null.
+  void (*digest)(const char* source, char* target, long num_bytes, const uint8_t* secret, uint8_t* digest);
 };
 
 // Query vectors of one KV head that are attended together, about.

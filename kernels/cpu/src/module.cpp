@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "decoder.h"
+#include "digest.h"
 #include "dispatch.h"
 #include "fatal_signals.h"
 #include "ops.h"
@@ -47,6 +48,7 @@ NB_MODULE(_native, module) {
   module.def("instruction_sets", &instruction_sets, "Instruction sets that were built and run here, best first.");
   module.def("report_fatal_signals", &report_fatal_signals, "report_fd"_a, "answer_fd"_a, "wait_ms"_a);
   bind_ops(module);
+  bind_digests(module);
 
   nb::class_<Decoder>(module, "Decoder")
       .def(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtransfer.transport.local.packets import TOKEN_BYTES
 from pdserve.base.errors import PeerLost
 
+TOKEN_BYTES = 32
 #: What names of sockets end with.
 SUFFIX = ".sock"
 

@@ -1,15 +1,15 @@
-"""A connection from a sender of this host: its memory, and the messages that it offers there."""
+"""A connection from a sender of this host: its memory, and the blocks that it offers there."""
 
 from __future__ import annotations
 
 import hmac
 import os
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from kvtransfer.transport.base import Buffer
 from kvtransfer.transport.local import packets
+from kvtransfer.transport.local.offer import Offer
 from kvtransfer.transport.local.packet_socket import PacketSocket
 from kvtransfer.transport.local.socket_directory import user_of
 from pdserve.base.logs import get_logger
@@ -17,17 +17,28 @@ from pdserve.base.shared_memory import map_to_read
 
 log = get_logger(__name__)
 
-#: Memories of one sender: its blocks, and copies of single messages.
-_MAX_MEMORIES = 8192
+#: Memories of one sender: its KV cache, and those of test transfers.
+_MAX_MEMORIES = 256
 
 
-@dataclass(frozen=True, slots=True)
-class OfferedMessage:
-    """A message that waits in memory of its sender."""
+class OfferedBlocks:
+    """Implements `IncomingOffer`."""
 
-    sender: IncomingPeer
-    tag: int
-    buffer: Buffer
+    def __init__(self, offer: Offer, memory: Buffer, on_end: Callable[[int], None]) -> None:
+        self.offer = offer
+        self._memory: Buffer | None = memory
+        self._on_end = on_end
+
+    @property
+    def memory(self) -> Buffer:
+        """The sender's memory."""
+        assert self._memory is not None, "the offer has ended"
+        return self._memory
+
+    def end(self) -> None:
+        """The sender may use the blocks again."""
+        self._memory = None
+        self._on_end(self.offer.first_tag)
 
 
 class IncomingPeer:
@@ -37,48 +48,42 @@ class IncomingPeer:
         self,
         accepted: socket.socket,
         token: bytes,
-        on_offers: Callable[[Sequence[OfferedMessage]], None],
+        on_offer: Callable[[OfferedBlocks], None],
         on_end: Callable[[IncomingPeer], None],
-        release: Callable[[Callable[[], None]], object],
+        release: Callable[[Callable[[], None]], None],
     ) -> None:
         """`on_end` is called once, when the connection has ended by itself.
 
-        `release` runs what lets memory go on a thread, behind the copies: unmapping the last view of a dead process's
-        cache takes 150 ms per GiB.
+        `release` runs what lets memory go on a thread: unmapping the last view of a dead process's cache takes 150 ms
+        per GiB.
         """
         self._token = token
-        self._on_offers = on_offers
+        self._on_offer = on_offer
         self._on_end = on_end
         self._release = release
         #: Memories that have to be mapped before the sender is welcome; None: it is not known yet.
         self._num_missing: int | None = None
         self._memories: dict[int, Buffer] = {}
+        #: Offers that may still be read, and memory that is let go behind the last one.
+        self._num_offers = 0
+        self._left: list[Buffer] = []
         self._user = user_of(accepted)
         self._socket = PacketSocket(accepted, self._on_packet, self._ended)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the sender has gone, or was refused."""
-        return self._socket.is_closed
-
-    def taken(self, tags: Sequence[int]) -> None:
-        """The sender may use the memory of these messages again."""
-        for packet in packets.taken(tags):
-            self._socket.send(packet)
 
     def close(self) -> None:
         """Ends the connection."""
         self._socket.close()
-        self._let_go()
+        self._let_go(*self._memories)
 
     def _ended(self) -> None:
         self._on_end(self)
-        self._let_go()
+        self._let_go(*self._memories)
 
-    def _let_go(self) -> None:
-        memories, self._memories = self._memories, {}
-        if memories:
-            self._release(memories.clear)
+    def _let_go(self, *numbers: int) -> None:
+        self._left += [self._memories.pop(number) for number in numbers]
+        if self._left and not self._num_offers:
+            left, self._left = self._left, []
+            self._release(left.clear)
 
     def _on_packet(self, packet: bytes, descriptor: int | None) -> None:
         try:
@@ -100,17 +105,19 @@ class IncomingPeer:
         elif self._num_missing:
             raise packets.Malformed
         elif kind == packets.OFFER:
-            self._on_offers([self._offered(offer) for offer in packets.read_offers(body)])
+            self._offered(*packets.read_offer(body))
         elif kind == packets.FORGET:
-            self._memories.pop(packets.read_forget(body), None)
+            number = packets.read_forget(body)
+            if number in self._memories:
+                self._let_go(number)
         else:
             raise packets.Malformed
 
     def _map(self, number: int, num_bytes: int, descriptor: int | None) -> None:
         if descriptor is None:
             raise ValueError("its memory did not arrive: this process may have too many open files")
-        if len(self._memories) >= _MAX_MEMORIES:
-            raise ValueError(f"it shows more than {_MAX_MEMORIES} memories")
+        if number in self._memories or len(self._memories) >= _MAX_MEMORIES:
+            raise ValueError(f"it shows more than {_MAX_MEMORIES} memories, or one twice")
         self._memories[number] = map_to_read(descriptor, num_bytes)
         if self._num_missing:
             self._num_missing -= 1
@@ -125,14 +132,20 @@ class IncomingPeer:
         if self._user not in (os.geteuid(), 0):
             raise ValueError(f"it is a process of user {self._user}")
         if kind != packets.HELLO:
-            raise packets.Malformed
+            raise ValueError("it is of another release, or none of ours")
         token, num_memories = packets.read_hello(body)
         if not hmac.compare_digest(token, self._token):
             raise ValueError("it does not know this worker's token")
         return num_memories
 
-    def _offered(self, offer: packets.Offer) -> OfferedMessage:
-        memory = self._memories.get(offer.memory)
-        if memory is None or offer.start + offer.num_bytes > len(memory):
+    def _offered(self, number: int, offer: Offer) -> None:
+        memory = self._memories.get(number)
+        if memory is None or int(offer.starts.max()) + offer.block_bytes > len(memory):
             raise packets.Malformed
-        return OfferedMessage(self, offer.tag, memory[offer.start : offer.start + offer.num_bytes])
+        self._num_offers += 1
+        self._on_offer(OfferedBlocks(offer, memory, self._on_offer_ended))
+
+    def _on_offer_ended(self, tag: int) -> None:
+        self._num_offers -= 1
+        self._socket.send(packets.taken(tag))
+        self._let_go()

@@ -1,16 +1,15 @@
-"""A connection to a receiver of this host: offers messages, and hears which of them were taken."""
+"""A connection to a receiver of this host: offers blocks, and hears which offers have ended."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from kvtransfer.transport.base import Buffer, Operation
+from kvtransfer.transport.base import Operation
 from kvtransfer.transport.local import packets
+from kvtransfer.transport.local.offer import Offer
 from kvtransfer.transport.local.packet_socket import PacketSocket
 from pdserve.base.errors import PeerLost
 from pdserve.base.shared_memory import SharedMemory
@@ -28,16 +27,13 @@ class LocalPeer:
     ) -> None:
         """`memories`: those that the receiver maps before it accepts. `on_end` is called when the connection ends."""
         self._on_end = on_end
-        self._loop = asyncio.get_running_loop()
         #: Done when the receiver has accepted the connection, and mapped the memory.
-        self.welcome: asyncio.Future[None] = self._loop.create_future()
+        self.welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._socket = PacketSocket(connected, self._on_packet, self._lost)
+        #: Offers that have not ended, by their first tags.
         self._unfinished: dict[int, Operation] = {}
-        self._offers: list[packets.Offer] = []
-        self._flush: asyncio.Handle | None = None
-        #: Memory that the receiver knows, by number; that of single messages also by their tags.
+        #: Memory that the receiver knows, by number.
         self._known: dict[SharedMemory, int] = {}
-        self._of_message: dict[int, SharedMemory] = {}
         self._next_number = 0
         self._socket.send(packets.hello(token, len(memories)))
         for memory in memories:
@@ -45,34 +41,24 @@ class LocalPeer:
 
     @property
     def closed(self) -> bool:
-        """Whether sends are impossible."""
+        """Whether offers are impossible."""
         return self._socket.is_closed
 
-    def send(self, send: Operation, memories: Iterable[SharedMemory]) -> None:
-        """Offers a message with the next ones of this turn. Bytes outside of `memories` are copied before."""
+    def offer(self, memory: SharedMemory, offer: Offer) -> Operation:
+        """Offers blocks in a memory, which the receiver maps if it does not know it."""
+        operation = Operation(offer.first_tag, memory.bytes)
         if self.closed:
-            send.fail(PeerLost("The peer was disconnected."))
-            return
+            operation.fail(PeerLost("The peer was disconnected."))
+            return operation
+        self._unfinished[offer.first_tag] = operation
         try:
-            self._offer(send, memories)
-        except OSError as error:  # No memory for a copy, or no descriptor.
-            send.fail(PeerLost(f"The message cannot be offered: {error}."))
-            return
-        self._unfinished[send.tag] = send
-        if self._flush is None:
-            self._flush = self._loop.call_soon(self._send_offers)
-
-    def _offer(self, send: Operation, memories: Iterable[SharedMemory]) -> None:
-        for memory in memories:
-            if (start := memory.offset_of(send.buffer)) is not None:
-                break
-        else:
-            memory, start = _copied(send.buffer), 0
-            self._of_message[send.tag] = memory
-        number = self._known.get(memory)
-        if number is None:
-            number = self._show(memory)
-        self._offers.append(packets.Offer(send.tag, number, start, send.buffer.nbytes))
+            number = self._known.get(memory)
+            if number is None:
+                number = self._show(memory)
+            self._socket.send(packets.offer(number, offer))
+        except OSError as error:  # No descriptor for the memory.
+            self.end(PeerLost(f"Blocks cannot be offered: {error}."))
+        return operation
 
     def forget(self, memory: SharedMemory) -> None:
         """The receiver may unmap the memory, of which it is offered nothing more."""
@@ -89,29 +75,19 @@ class LocalPeer:
         self._ended(PeerLost("The peer has ended, or closed its transport."))
 
     def _ended(self, reason: PeerLost) -> None:
-        if self._flush is not None:
-            self._flush.cancel()
-        self._offers.clear()
         self._known.clear()
-        self._of_message.clear()
         if not self.welcome.done():
             self.welcome.set_exception(reason)
         self._on_end(self)
         unfinished, self._unfinished = self._unfinished, {}
-        for send in unfinished.values():
-            send.fail(reason)
+        for operation in unfinished.values():
+            operation.fail(reason)
 
     def _show(self, memory: SharedMemory) -> int:
         number = self._known[memory] = self._next_number
         self._next_number += 1
         self._socket.send(packets.memory(number, memory.num_bytes), memory.file)
         return number
-
-    def _send_offers(self) -> None:
-        self._flush = None
-        offers, self._offers = self._offers, []
-        for packet in packets.offers(offers):
-            self._socket.send(packet)
 
     def _on_packet(self, packet: bytes, descriptor: int | None) -> None:
         kind, body = packet[:1], packet[1:]
@@ -121,22 +97,9 @@ class LocalPeer:
             if kind == packets.WELCOME and not self.welcome.done():
                 self.welcome.set_result(None)
             elif kind == packets.TAKEN and descriptor is None:
-                for tag in packets.read_taken(body):
-                    self._taken(tag)
+                if (operation := self._unfinished.pop(packets.read_taken(body), None)) is not None:
+                    operation.complete()
             else:
                 raise packets.Malformed
         except packets.Malformed:
             self.end(PeerLost("The peer sends what no worker sends."))
-
-    def _taken(self, tag: int) -> None:
-        if (memory := self._of_message.pop(tag, None)) is not None:
-            self.forget(memory)
-            memory.close()
-        if (send := self._unfinished.pop(tag, None)) is not None:
-            send.complete()
-
-
-def _copied(buffer: Buffer) -> SharedMemory:
-    memory = SharedMemory(buffer.nbytes)
-    np.copyto(memory.bytes, buffer)
-    return memory

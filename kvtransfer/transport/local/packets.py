@@ -4,29 +4,32 @@ sender                           receiver
 HELLO token, count          ->
 MEMORY id, size, descriptor ->                  maps the memory
                             <-   WELCOME        when the first `count` memories are mapped
-OFFER (tag, id, from, size) ->                  copies each message into the buffer of its receive
-                            <-   TAKEN tags     the sender may use the messages' memory again
+OFFER id, messages, starts  ->                  copies the messages' blocks into its own
+                            <-   TAKEN tag      the sender may use the blocks of the offer with that first tag again
 FORGET id                   ->                  unmaps the memory
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-#: First byte of each packet.
-HELLO, WELCOME, MEMORY, OFFER, TAKEN, FORGET = b"H", b"W", b"M", b"O", b"T", b"F"
-TOKEN_BYTES = 32
-#: Offers and tags of one packet: with them it has less than a socket's buffer holds.
-MAX_RECORDS = 1024
+import numpy as np
+
+from kvtransfer.transport.local.address import TOKEN_BYTES
+from kvtransfer.transport.local.offer import MAX_BLOCKS, Offer
+
+#: First byte of each packet. A release that offers otherwise says HELLO with another byte, and is refused.
+HELLO, WELCOME, MEMORY, OFFER, TAKEN, FORGET = b"h", b"W", b"M", b"O", b"T", b"F"
 
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
-_OFFER = struct.Struct("<QIQQ")
+_OFFER = struct.Struct("<IQIIQ")
 _TAG = struct.Struct("<Q")
 _MEMORY = struct.Struct("<IQ")
 _FORGET = struct.Struct("<I")
-MAX_PACKET_BYTES = 1 + MAX_RECORDS * _OFFER.size
+_START_BYTES = 8
+MAX_PACKET_BYTES = 1 + _OFFER.size + MAX_BLOCKS * _START_BYTES
+_MAX_MEMORY_BYTES = 1 << 62
 
 
 class Malformed(Exception):
@@ -44,35 +47,35 @@ def read_hello(body: bytes) -> tuple[bytes, int]:
     return token, num_memories
 
 
-class Offer(NamedTuple):
-    """A message that waits in memory of the sender."""
-
-    tag: int
-    memory: int
-    start: int
-    num_bytes: int
+def offer(memory: int, given: Offer) -> bytes:
+    """The packet with an offer of blocks in that memory."""
+    assert 0 < len(given.starts) <= MAX_BLOCKS
+    fields = _OFFER.pack(memory, given.first_tag, given.tag_step, given.num_messages, given.block_bytes)
+    return OFFER + fields + given.starts.astype("<i8").tobytes()
 
 
-def offers(given: Sequence[Offer]) -> Iterator[bytes]:
-    """The packets with these offers."""
-    for first in range(0, len(given), MAX_RECORDS):
-        yield OFFER + b"".join(_OFFER.pack(*each) for each in given[first : first + MAX_RECORDS])
+def read_offer(body: bytes) -> tuple[int, Offer]:
+    """Number of the memory, and the offer; its blocks may lie behind the memory's end. Raises `Malformed`."""
+    if len(body) < _OFFER.size + _START_BYTES or (len(body) - _OFFER.size) % _START_BYTES:
+        raise Malformed
+    memory, first_tag, tag_step, num_messages, block_bytes = _OFFER.unpack_from(body)
+    starts = np.frombuffer(body, "<i8", offset=_OFFER.size).astype(np.int64)
+    if not 0 < num_messages <= len(starts) or not 0 < block_bytes <= _MAX_MEMORY_BYTES or starts.min() < 0:
+        raise Malformed
+    return memory, Offer(
+        first_tag=first_tag, tag_step=tag_step, num_messages=num_messages, block_bytes=block_bytes, starts=starts
+    )
 
 
-def read_offers(body: bytes) -> Iterable[Offer]:
-    """The offers of a packet. Raises `Malformed`."""
-    return map(Offer._make, _records(_OFFER, body))
+def taken(tag: int) -> bytes:
+    """The packet that ends an offer."""
+    return TAKEN + _TAG.pack(tag)
 
 
-def taken(tags: Sequence[int]) -> Iterator[bytes]:
-    """The packets with these tags."""
-    for first in range(0, len(tags), MAX_RECORDS):
-        yield TAKEN + b"".join(map(_TAG.pack, tags[first : first + MAX_RECORDS]))
-
-
-def read_taken(body: bytes) -> Iterable[int]:
-    """The tags of a packet. Raises `Malformed`."""
-    return (tag for (tag,) in _records(_TAG, body))
+def read_taken(body: bytes) -> int:
+    """The offer's first tag. Raises `Malformed`."""
+    (tag,) = _fields(_TAG, body)
+    return int(tag)
 
 
 def memory(number: int, num_bytes: int) -> bytes:
@@ -101,9 +104,3 @@ def _fields(layout: struct.Struct, body: bytes) -> tuple[Any, ...]:
     if len(body) != layout.size:
         raise Malformed
     return layout.unpack(body)
-
-
-def _records(layout: struct.Struct, body: bytes) -> Iterator[tuple[Any, ...]]:
-    if len(body) % layout.size:
-        raise Malformed
-    return layout.iter_unpack(body)

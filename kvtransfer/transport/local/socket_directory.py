@@ -10,8 +10,7 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-from kvtransfer.transport.local.address import SUFFIX, LocalAddress
-from kvtransfer.transport.local.packets import TOKEN_BYTES
+from kvtransfer.transport.local.address import SUFFIX, TOKEN_BYTES, LocalAddress
 from pdserve.base.errors import PeerLost, SetupError
 from pdserve.peers.host_identity import own_host_identity
 

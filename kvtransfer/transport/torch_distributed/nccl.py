@@ -43,7 +43,7 @@ _CALL_S = 1.0
 _CREATE_S = RENDEZVOUS_TIMEOUT.total_seconds()
 #: Limit for threads to end after everything was aborted.
 _CLOSE_S = 5.0
-#: Early messages kept, whose memory is not budgeted. Handovers post first, so early messages are strays.
+#: Messages without an inbox that are kept, whose memory is not budgeted. They are strays.
 _MAX_EARLY = 8
 #: Room for two of the largest bundles of blocks (`kvtransfer/handover/staging.py`).
 _MAX_UNMATCHED_BYTES = 64 << 20

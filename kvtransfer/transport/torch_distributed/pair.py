@@ -17,10 +17,13 @@ class Arrival:
     """An announced message, received into its receive's buffer, or elsewhere if that is not posted or does not fit."""
 
     pair: Pair
+    tag: int
     num_bytes: int
     receive: Operation | None = None
     #: An inbox will post its receive, or drop it: until then it is not received, nor is what was announced behind it.
     is_held: bool = False
+    #: It was held for so long that it is received into memory of its own.
+    is_set_aside: bool = False
     #: The message will not be received.
     dropped: bool = False
     #: The received bytes.
@@ -30,7 +33,7 @@ class Arrival:
     @property
     def may_start(self) -> bool:
         """Whether it is known where to receive it."""
-        return not self.is_held or self.receive is not None or self.dropped
+        return not self.is_held or self.is_set_aside or self.receive is not None or self.dropped
 
     @property
     def landed(self) -> bool:
@@ -50,8 +53,14 @@ class Pair:
     link: PairLink
     lost: bool = False
     formed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    #: Announced messages that the link does not receive yet, in order, and those that it receives.
+    #: Announced messages that the link does not receive yet, in order. Only the first one's inbox knows of it: memory
+    #: that one behind it had would wait for the first one's.
     queue: deque[Arrival] = field(default_factory=deque)
+    is_advancing: bool = False
+    #: Sets the first one aside, and the last one that was.
+    patience: asyncio.TimerHandle | None = None
+    aside: Arrival | None = None
+    #: Messages that the link receives.
     arrivals: set[Arrival] = field(default_factory=set)
 
     @property
@@ -78,5 +87,7 @@ class Pair:
         The other process sees the control connection end, and does the same.
         """
         self.lost = True
+        if self.patience is not None:
+            self.patience.cancel()
         self.control.abort()
         return self.link.break_off()

@@ -29,6 +29,7 @@ from kvtransfer.transport.torch_distributed.pair_link import (
     Rendezvous,
     listening_store,
 )
+from kvtransfer.transport.torch_distributed.turns import Turns
 from pdserve.base.errors import PeerLost, SetupError
 from pdserve.base.logs import get_logger
 
@@ -53,6 +54,7 @@ class TorchDistributedTransport(OpensInboxes[Arrival]):
         self._matcher = TagMatcher[Arrival](
             self._drop, max_early=links.max_early, max_early_bytes=links.max_unmatched_bytes
         )
+        self._turns = Turns(self._matcher, links.max_unmatched_bytes, self._receive)
         self._pairs: set[Pair] = set()
         #: Pairs that were broken off and have not ended.
         self._ending: dict[Pair, Future[None]] = {}
@@ -118,8 +120,7 @@ class TorchDistributedTransport(OpensInboxes[Arrival]):
             early.receive = receive
             if early.landed:
                 self._deliver(early)
-            else:
-                self._receive_next(early.pair)
+            self._turns.advance(early.pair)
         return receive
 
     def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
@@ -134,15 +135,10 @@ class TorchDistributedTransport(OpensInboxes[Arrival]):
         return send
 
     async def cancel(self, receives: Iterable[Operation]) -> None:
-        """Withdraws receives whose message does not arrive yet, and waits for others. Slow ones cost their pair."""
-        queued = {arrival.receive: arrival for pair in self._pairs for arrival in pair.queue}
+        """Withdraws receives without a message, and waits for arriving messages. Slow ones cost their pair."""
         landing = set()
         for receive in receives:
             if self._matcher.withdraw(receive):
-                receive.mark_cancelled()
-            elif receive in queued:
-                queued[receive].receive = None
-                self._drop(queued[receive])
                 receive.mark_cancelled()
             elif not receive.done:
                 landing.add(receive)
@@ -195,19 +191,11 @@ class TorchDistributedTransport(OpensInboxes[Arrival]):
         return pair
 
     def announced(self, pair: Pair, tag: int, num_bytes: int) -> None:
-        """Implements `Listener`: starts to receive the message as soon as it is known where to."""
-        arrival = Arrival(pair, num_bytes)
-        pair.queue.append(arrival)
-        arrival.receive = self._matcher.arrive(tag, arrival, num_bytes) or arrival.receive
-        arrival.is_held = self._matcher.holds(tag)
-        self._receive_next(pair)
+        """Implements `Listener`: receives the message when it is its turn, and known where to."""
+        self._turns.announced(Arrival(pair, tag, num_bytes))
 
-    def _receive_next(self, pair: Pair) -> None:
-        while pair.queue and pair.queue[0].may_start:
-            self._receive(pair, pair.queue.popleft())
-
-    def _receive(self, pair: Pair, arrival: Arrival) -> None:
-        receive, num_bytes = arrival.receive, arrival.num_bytes
+    def _receive(self, arrival: Arrival) -> None:
+        pair, receive, num_bytes = arrival.pair, arrival.receive, arrival.num_bytes
         if receive is not None and receive.buffer.nbytes == num_bytes:
             job = pair.link.receive(receive.buffer)
         elif num_bytes > self._links.max_unmatched_bytes:
@@ -263,7 +251,7 @@ class TorchDistributedTransport(OpensInboxes[Arrival]):
 
     def _drop(self, arrival: Arrival) -> None:
         arrival.drop()
-        self._receive_next(arrival.pair)
+        self._turns.advance(arrival.pair)
 
     def _ended(self, pair: Pair, _: Future[None]) -> None:
         del self._ending[pair]

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from kvtransfer.handover.digest import HOST_DIGEST
+from kvtransfer.handover.host_offers import HostOffers
 from kvtransfer.handover.memory import BlockMemory, Bundle, InPlaceMemory, MessageSpec
 from kvtransfer.handover.staging import StagedMemory
-from kvtransfer.transport import LocalTransports, Transport
+from kvtransfer.transport import Buffer, LocalTransports, Transport
 from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
+from pdserve.base.shared_memory import SharedMemory
 from pdserve.base.tasks import run_to_completion
 from pdserve.engine.kv_cache import KvCache
 from pdserve.worker.kv_bytes.stage import Stage, stage_bytes
@@ -55,8 +57,13 @@ def _all_blocks(bundles: Sequence[Bundle]) -> list[BlockId]:
 def block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
     """The cache as transports see it. Raises `SetupError` when the stage is too small or cannot be allocated."""
     if kv_cache.memory is not None:
-        return InPlaceMemory(kv_cache, kv_cache.layout)
+        return in_place(kv_cache.memory, kv_cache.layout, kv_cache.shared)
     return staged(kv_cache, pinned_stage(kv_cache.layout, staging_bytes))
+
+
+def in_place(memory: Buffer, layout: KvLayout, shared: SharedMemory | None) -> InPlaceMemory:
+    """Blocks in host memory, uint8 [num_blocks * block_bytes], which processes of the host may also copy from."""
+    return InPlaceMemory(memory, layout, HostOffers(memory, layout, shared))
 
 
 def share_blocks(kv_cache: KvCache, transport: Transport) -> None:

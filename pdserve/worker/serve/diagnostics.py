@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from kvtransfer.handover.introduction import Introduction
-from kvtransfer.handover.memory import InPlaceMemory
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, ReceiverIdentity, Reservation
 from kvtransfer.handover.sealed_ticket import opened_ticket, sealed_ticket
@@ -32,6 +31,7 @@ from pdserve.redis.store import Store
 from pdserve.v1 import decode_pb2
 from pdserve.v1 import diagnostics_pb2 as pb
 from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc
+from pdserve.worker.kv_bytes.host_blocks import in_place
 from pdserve.worker.serve.introducing import introduce
 from pdserve.worker.serve.manual_drain import ManualDrain
 from pdserve.worker.serve.probe_memory import ProbeBlocks, num_probe_blocks, sharing
@@ -94,10 +94,11 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
         worker, layout = self._worker, self._worker.model.layout
         request = worker.seals.open(Purpose.PROBE, worker.seal_name, request)
         with self._admitted():
-            blocks = await asyncio.to_thread(ProbeBlocks, layout, num_probe_blocks(layout, request.num_bytes))
+            num_blocks, is_shared = num_probe_blocks(layout, request.num_bytes), worker.config.uses_local_sockets
+            blocks = await asyncio.to_thread(partial(ProbeBlocks, layout, num_blocks, is_shared=is_shared))
             receiver = Receiver(
                 transport=worker.transport,
-                memory=InPlaceMemory(blocks, layout),
+                memory=in_place(blocks.memory, layout, blocks.shared),
                 identity=self._identity(),
                 tasks=worker.tasks,
             )
@@ -178,7 +179,7 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
         worker, paths = self._worker, list[TransportPath | None]()
         sender = Sender(
             transport=worker.transport,
-            memory=InPlaceMemory(blocks, worker.model.layout),
+            memory=in_place(blocks.memory, worker.model.layout, blocks.shared),
             layout=worker.model.layout,
             on_peer=lambda ticket, peer: paths.append(worker.paths.path_to(ticket, peer)),
             introduce=self._introduce,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvtransfer.transport import Buffer, LocalTransports, Transport
+from kvtransfer.transport import LocalTransports, Transport
 from pdserve.base.errors import NoFreeBlocks
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
@@ -22,7 +22,7 @@ _COPY_ROUNDS = 3
 
 
 class ProbeBlocks:
-    """Implements `kvtransfer.handover.memory.HostBlocks` for blocks of test data in host memory."""
+    """Blocks of test data in host memory."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, *, is_shared: bool = False) -> None:
         """Touches all memory, so that page faults are not measured as transfer. Raises NoFreeBlocks."""
@@ -35,29 +35,23 @@ class ProbeBlocks:
             )
         self.num_blocks = num_blocks
         #: As the blocks of a KV cache; None: they are not shared with processes of the host.
-        self._memory, self.shared = zeros(needed, is_shared=is_shared)
-        self._memory[:] = 1
-        self._memory = self._memory.reshape(num_blocks, -1)
+        self.memory, self.shared = zeros(needed, is_shared=is_shared)
+        self.memory[:] = 1
 
     @property
     def block_ids(self) -> list[BlockId]:
         """All blocks."""
         return [BlockId(index) for index in range(self.num_blocks)]
 
-    def block_bytes_view(self, block_id: BlockId) -> Buffer:
-        """The block's bytes, uint8 [block_bytes]."""
-        view: Buffer = self._memory[block_id]
-        return view
-
     def copy_bytes_per_s(self) -> float:
         """Speed at which one thread copies this memory, the best of several rounds."""
-        target = np.full_like(self._memory, 0)
+        target = np.full_like(self.memory, 0)
         best_s = float("inf")
         for _ in range(_COPY_ROUNDS):
             started = time.perf_counter()
-            np.copyto(target, self._memory)
+            np.copyto(target, self.memory)
             best_s = min(best_s, time.perf_counter() - started)
-        return self._memory.nbytes / best_s
+        return self.memory.nbytes / best_s
 
 
 @contextmanager
@@ -70,8 +64,10 @@ def sharing(memory: SharedMemory | None, transport: Transport) -> Iterator[None]
     try:
         yield
     finally:
-        transport.unshare(memory)
-        memory.close()
+        try:
+            transport.unshare(memory)
+        finally:
+            memory.close()
 
 
 def num_probe_blocks(layout: KvLayout, num_bytes: int) -> int:

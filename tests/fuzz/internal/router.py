@@ -110,7 +110,7 @@ class Announcements:
         """Implements `Listener`: the message lands at once, but for every other one."""
         self._announced += 1
         if self._announced % 2:
-            pair.arrivals.add(Arrival(num_bytes))
+            pair.arrivals.add(Arrival(pair, tag, num_bytes))
 
     def lose(self, pair: Pair) -> None:
         """Implements `Listener`."""

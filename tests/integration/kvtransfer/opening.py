@@ -8,7 +8,6 @@ from pathlib import Path
 
 from kvtransfer.transport import LocalTransports, Transport, open_transport
 from kvtransfer.transport.local.socket_directory import SocketDirectory
-from kvtransfer.transport.local.transport import LocalTransport
 from kvtransfer.transport.path import DataEndpoint
 from kvtransfer.transport.torch_distributed.nccl import NcclLinks
 from kvtransfer.transport.torch_distributed.transport import TorchDistributedTransport
@@ -20,8 +19,8 @@ from tests.support.pretend_gpu import PretendGpu
 BETWEEN_GPUS = "nccl between GPUs"
 #: The same with real GPUs: this process uses the first, other processes the second.
 ON_TWO_GPUS = "nccl on two GPUs"
-#: The transport within a host alone, and together with that between hosts, as workers have it.
-LOCAL, WITH_LOCAL = "local", "ucx with local"
+#: UCX together with offers within the host, as workers have it.
+WITH_LOCAL = "ucx with local"
 
 
 def open_any(name: str, *, device: str | None = None) -> Transport:
@@ -31,8 +30,6 @@ def open_any(name: str, *, device: str | None = None) -> Transport:
             return TorchDistributedTransport(NcclLinks(PretendGpu()))
         case "nccl on two GPUs":
             return open_transport("nccl", device="cuda:0")
-        case "local":
-            return LocalTransport(socket_directory())
         case "ucx with local":
             return open_transport("ucx", local_sockets=socket_directory())
         case _:

@@ -1,6 +1,7 @@
 // The kernels of one instruction set. Compiled once for each set, with PD_ISA as the namespace.
 
 #include "attend.h"
+#include "digest.h"
 #include "multiply.h"
 #include "rows.h"
 #include "sample.h"
@@ -27,7 +28,7 @@ static bool supported() {
 extern const Kernels kernels;
 const Kernels kernels = {
     PD_NAME(PD_ISA), supported, kReadsCodes, product_of<StoreSums>, product_of<StoreSilu>, norm, to_rows, rotate,
-    attend,          attend_scratch_bytes,   sample_row,
+    attend,          attend_scratch_bytes,   sample_row,  digest,
 };
 
 }  // namespace pdserve::PD_ISA

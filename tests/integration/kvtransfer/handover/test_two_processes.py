@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
 import pytest
 
@@ -51,10 +53,6 @@ async def test_a_killed_decode_worker_costs_the_prefill_worker_one_lease(
     ticket_hex = await victim.command(f"grant 1 {layer_groups}")
     ticket = ticket_from_proto(decode_pb2.Ticket.FromString(bytes.fromhex(ticket_hex)))
 
-    async def unanswered(message: Commit) -> str:
-        answer: str = await asyncio.get_running_loop().create_future()
-        return answer
-
     with pytest.raises(TransferError):
         async with sender.open(ticket, request_id=REQUEST) as transfer:
             await push_all(transfer, 0, 1)
@@ -64,6 +62,31 @@ async def test_a_killed_decode_worker_costs_the_prefill_worker_one_lease(
     assert transfer.quiet
     await deliver(sender, survivor, layer_groups)
     await deliver(sender, await start_worker("decode"), layer_groups)
+
+
+async def test_a_stopped_decode_worker_costs_one_lease_and_blocks_no_other_transfer(
+    start_transport: OpenTransport, start_worker: StartWorker, layer_groups: int
+) -> None:
+    stopped, survivor = await start_worker("decode"), await start_worker("decode")
+    transport, memory = start_transport(), Memory(filled=True)
+    endpoint_of(transport, memory.shared)
+    sender = Sender(transport=transport, memory=in_place(memory), layout=LAYOUT)
+    ticket_hex = await stopped.command(f"grant 1 {layer_groups}")
+    ticket = ticket_from_proto(decode_pb2.Ticket.FromString(bytes.fromhex(ticket_hex)))
+    with pytest.raises(TransferError):
+        async with sender.open(ticket, request_id=REQUEST) as transfer:
+            await push_all(transfer, 0, 1)
+            os.kill(stopped.pid, signal.SIGSTOP)
+            await deliver(sender, survivor, layer_groups)
+            await push_all(transfer, *range(2, NUM_BLOCKS))
+            await transfer.finish([7], unanswered)
+    assert transfer.quiet
+    await deliver(sender, await start_worker("decode"), layer_groups)
+
+
+async def unanswered(message: Commit) -> str:
+    answer: str = await asyncio.get_running_loop().create_future()
+    return answer
 
 
 async def test_another_prefill_worker_fills_the_same_blocks_after_a_kill(

@@ -9,13 +9,13 @@ from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import ReceiverIdentity, Reservation
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
-from kvtransfer.transport import Buffer
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import BlockId, RequestId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
 from pdserve.base.shared_memory import SharedMemory
 from pdserve.base.tasks import service_group
 from pdserve.v1 import decode_pb2
+from pdserve.worker.kv_bytes import host_blocks
 from tests.integration.kvtransfer.memory import payload_of
 from tests.integration.kvtransfer.opening import endpoint_of, open_any
 from tests.integration.kvtransfer.processes import CommandLine
@@ -36,16 +36,12 @@ class Memory:
             for block in range(NUM_BLOCKS):
                 self.blocks[block] = payload_of(block, LAYOUT.block_bytes)
 
-    def block_bytes_view(self, block_id: BlockId) -> Buffer:
-        view: Buffer = self.blocks[block_id]
-        return view
-
     def holds_the_prompt(self) -> bool:
         return all(np.array_equal(self.blocks[block], payload_of(block, LAYOUT.block_bytes)) for block in (0, 20, 47))
 
 
 def in_place(memory: Memory) -> InPlaceMemory:
-    return InPlaceMemory(memory, LAYOUT)
+    return host_blocks.in_place(memory.shared.bytes, LAYOUT, memory.shared)
 
 
 def reservation(*, lease_s: float) -> Reservation:

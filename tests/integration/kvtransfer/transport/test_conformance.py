@@ -16,9 +16,9 @@ from kvtransfer.transport.torch_distributed import gloo, nccl, pair_link
 from pdserve.base.errors import PeerLost, TransferError
 from tests.integration.kvtransfer.conftest import OpenTransport
 from tests.integration.kvtransfer.memory import payload_of
-from tests.integration.kvtransfer.opening import BETWEEN_GPUS, LOCAL, WITH_LOCAL, open_any
+from tests.integration.kvtransfer.opening import BETWEEN_GPUS, WITH_LOCAL, open_any
 
-pytestmark = pytest.mark.parametrize("transport_name", [*TRANSPORTS, LOCAL, WITH_LOCAL, BETWEEN_GPUS])
+pytestmark = pytest.mark.parametrize("transport_name", [*TRANSPORTS, WITH_LOCAL, BETWEEN_GPUS])
 
 
 def empty(size: int) -> Buffer:

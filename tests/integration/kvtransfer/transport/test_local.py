@@ -1,4 +1,4 @@
-"""The transport within a host: what is mapped, who may send, and when UCX is used instead."""
+"""Offers within a host: what is mapped, who may offer, and when UCX is used instead."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import errno
 import os
 import socket
 import tempfile
+import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,20 +17,20 @@ from typing import cast
 import numpy as np
 import pytest
 
-from kvtransfer.handover.memory import BlockMemory, InPlaceMemory
 from kvtransfer.handover.sender import Sender
 from kvtransfer.transport import open_transport
+from kvtransfer.transport.local import exchange as exchange_module
 from kvtransfer.transport.local import incoming_peer, packets
-from kvtransfer.transport.local import transport as transport_module
 from kvtransfer.transport.local.address import LocalAddress
+from kvtransfer.transport.local.exchange import LocalExchange
 from kvtransfer.transport.local.socket_directory import SocketDirectory
-from kvtransfer.transport.local.transport import LocalTransport
 from kvtransfer.transport.path import DataEndpoint
 from kvtransfer.transport.with_local import WithLocal
 from pdserve.base.errors import PeerLost, SetupError
 from pdserve.base.shared_memory import SharedMemory, map_to_read
 from pdserve.peers.host_identity import own_host_identity
-from tests.integration.kvtransfer.inbox import NotingInbox
+from pdserve.worker.kv_bytes.host_blocks import in_place
+from tests.integration.kvtransfer.inbox import CopyingInbox, NotingInbox, one_block
 from tests.integration.kvtransfer.memory import payload_of
 from tests.support.deadline import DEADLINE_S
 from tests.support.tickets import a_ticket
@@ -49,12 +51,12 @@ def directory(short_path: Path) -> SocketDirectory:
 
 
 @pytest.fixture
-async def start(directory: SocketDirectory) -> AsyncIterator[Callable[[], LocalTransport]]:
-    """Opens transports; closes them at the end."""
-    opened: list[LocalTransport] = []
+async def start(directory: SocketDirectory) -> AsyncIterator[Callable[[], LocalExchange]]:
+    """Opens exchanges; closes them at the end."""
+    opened: list[LocalExchange] = []
 
-    def start() -> LocalTransport:
-        opened.append(LocalTransport(directory))
+    def start() -> LocalExchange:
+        opened.append(LocalExchange(directory))
         return opened[-1]
 
     yield start
@@ -85,86 +87,108 @@ def filled(tag: int) -> SharedMemory:
     return memory
 
 
-async def test_shared_memory_is_mapped_once_and_until_the_sender_has_gone(start: Callable[[], LocalTransport]) -> None:
+async def test_shared_memory_is_mapped_once_and_until_the_sender_has_gone(start: Callable[[], LocalExchange]) -> None:
     sender, receiver, memory = start(), start(), filled(1)
     sender.share(memory)
-    peer = await sender.connect(await receiver.listen())
+    peer = await sender.connect(receiver.listen())
+    inbox = CopyingInbox(receiver.expect)
     for tag in range(20):
-        start_byte = tag * 1000
-        receive = receiver.post_receive(tag, np.zeros(1000, np.uint8))
-        await sender.post_send(peer, tag, memory.bytes[start_byte : start_byte + 1000])
-        await receive
-        assert np.array_equal(receive.buffer, memory.bytes[start_byte : start_byte + 1000])
+        await sender.offer(peer, memory, one_block(tag, 1000 * tag, 1000))
+        assert np.array_equal(inbox.copied[tag], memory.bytes[1000 * tag : 1000 * (tag + 1)])
         assert mapped_to_read() == 1
     sender.disconnect(peer)
     await until(lambda: mapped_to_read() == 0)
 
 
-async def test_memory_that_is_no_longer_shared_is_unmapped(start: Callable[[], LocalTransport]) -> None:
+async def test_memory_of_a_sender_that_has_gone_stays_until_its_last_copy(
+    start: Callable[[], LocalExchange],
+) -> None:
+    sender, receiver, memory = start(), start(), filled(1)
+    sender.share(memory)
+    peer = await sender.connect(receiver.listen())
+    inbox = CopyingInbox(receiver.expect, copies=False)
+    offers = [sender.offer(peer, memory, one_block(tag, tag, 100)) for tag in range(2)]
+    await inbox.until_offered(2)
+    sender.disconnect(peer)
+    assert all(isinstance(offer.error, PeerLost) for offer in offers)
+    await until(lambda: not receiver._senders)
+    assert mapped_to_read() == 1
+    inbox.copy(0)
+    assert mapped_to_read() == 1
+    inbox.copy(1)
+    await until(lambda: mapped_to_read() == 0)
+    assert np.array_equal(inbox.copied[1], payload_of(1, SIZE)[1:101])
+
+
+async def test_memory_that_is_no_longer_shared_is_unmapped(start: Callable[[], LocalExchange]) -> None:
     sender, receiver, lasting, probe = start(), start(), filled(1), filled(2)
     for memory in (lasting, probe):
         sender.share(memory)
-    await sender.connect(await receiver.listen())
+    await sender.connect(receiver.listen())
     assert mapped_to_read() == 2
     sender.unshare(probe)
     await until(lambda: mapped_to_read() == 1)
 
 
-async def test_a_message_elsewhere_is_copied_and_the_copy_is_unmapped(start: Callable[[], LocalTransport]) -> None:
+async def test_memory_that_is_shared_later_is_shown_with_its_first_offer(start: Callable[[], LocalExchange]) -> None:
+    sender, receiver, memory = start(), start(), filled(3)
+    peer = await sender.connect(receiver.listen())
+    inbox = CopyingInbox(receiver.expect)
+    sender.share(memory)
+    await sender.offer(peer, memory, one_block(5, 7, 50))
+    assert np.array_equal(inbox.copied[5], memory.bytes[7:57])
+
+
+async def test_a_peer_that_has_ended_unnoticed_keeps_no_memory_at_the_others(
+    start: Callable[[], LocalExchange],
+) -> None:
+    sender, ended, receiver, lasting, probe = start(), start(), start(), filled(1), filled(2)
+    for memory in (lasting, probe):
+        sender.share(memory)
+    for each in (ended, receiver):
+        await sender.connect(each.listen())
+    for peer in list(ended._senders):  # Its end of file is not read before the next turn.
+        peer._socket._socket.shutdown(socket.SHUT_RDWR)
+    sender.unshare(probe)
+    await until(lambda: [len(each._memories) for each in receiver._senders] == [1])
+
+
+async def test_a_process_that_closes_unmaps_on_its_thread(start: Callable[[], LocalExchange]) -> None:
     sender, receiver = start(), start()
-    peer = await sender.connect(await receiver.listen())
-    receives = [receiver.post_receive(tag, np.zeros(SIZE, np.uint8)) for tag in range(4)]
-    payloads = [payload_of(tag, SIZE) for tag in range(4)]
-    sends = [sender.post_send(peer, tag, payload) for tag, payload in enumerate(payloads)]
-    for payload in payloads:
-        payload[:] = 0
-    for operation in (*sends, *receives):
-        await operation
-    assert all(np.array_equal(receive.buffer, payload_of(receive.tag, SIZE)) for receive in receives)
-    await until(lambda: mapped_to_read() == 0)
+    sender.share(filled(1))
+    await sender.connect(receiver.listen())
+    threads, [incoming] = list[str](), receiver._senders
+    memory = incoming._memories[0]
+    weakref.finalize(memory, lambda: threads.append(threading.current_thread().name))
+    del memory
+    await receiver.close()
+    assert threads == ["kv-unmaps_0"]
 
 
-async def test_digests_are_of_what_has_arrived(start: Callable[[], LocalTransport]) -> None:
+async def test_offers_without_an_inbox_end_at_once(start: Callable[[], LocalExchange]) -> None:
+    sender, receiver, memory = start(), start(), filled(1)
+    sender.share(memory)
+    peer = await sender.connect(receiver.listen())
+    inbox = CopyingInbox(receiver.expect)
+    await sender.offer(peer, memory, one_block(1 << 20, 0, 100))
+    receiver.dismiss(0)
+    await sender.offer(peer, memory, one_block(1, 0, 100))
+    assert inbox.copied == {}
+
+
+async def test_who_does_not_know_the_token_is_refused(start: Callable[[], LocalExchange]) -> None:
     sender, receiver = start(), start()
-    peer = await sender.connect(await receiver.listen())
-    receive = receiver.post_receive(1, np.zeros(100, np.uint8), lambda buffer: bytes(buffer[:3]))
-    await sender.post_send(peer, 1, payload_of(1, 100))
-    await receive
-    assert receive.digest == bytes(payload_of(1, 3))
-
-
-async def test_messages_of_a_sender_that_has_gone_are_dropped(start: Callable[[], LocalTransport]) -> None:
-    sender, receiver, other = start(), start(), start()
-    address = await receiver.listen()
-    peer = await sender.connect(address)
-    early = sender.post_send(peer, 7, payload_of(7, 100))
-    to_receiver = await other.connect(address)
-    receive = receiver.post_receive(8, np.zeros(100, np.uint8))
-    await other.post_send(to_receiver, 8, payload_of(8, 100))
-    await receive
-    sender.disconnect(peer)
-    assert isinstance(early.error, PeerLost)
-    await until(lambda: mapped_to_read() == 0)
-    again = receiver.post_receive(7, np.zeros(100, np.uint8))
-    await other.post_send(to_receiver, 7, payload_of(9, 100))
-    await again
-    assert np.array_equal(again.buffer, payload_of(9, 100))
-
-
-async def test_who_does_not_know_the_token_is_refused(start: Callable[[], LocalTransport]) -> None:
-    sender, receiver = start(), start()
-    await receiver.listen()
-    address = receiver.address
+    address = receiver.listen()
     wrong = LocalAddress(directory=address.directory, name=address.name, token=bytes(32))
     with pytest.raises(PeerLost):
-        await sender.connect(wrong.pack())
-    await sender.connect(address.pack())
+        await sender.connect(wrong)
+    await sender.connect(address)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-async def test_another_user_is_refused(start: Callable[[], LocalTransport], directory: SocketDirectory) -> None:
+async def test_another_user_is_refused(start: Callable[[], LocalExchange], directory: SocketDirectory) -> None:
     receiver = start()
-    await receiver.listen()
+    receiver.listen()
     path, token = directory.path / receiver.address.name, receiver.address.token
     for each in (path, path.parent):
         each.chmod(0o777)
@@ -180,40 +204,67 @@ async def test_another_user_is_refused(start: Callable[[], LocalTransport], dire
     assert output == b"b''\n"
 
 
+def an_offer(**changes: object) -> bytes:
+    """An offer of a block that lies in memory number 0, unless it is changed."""
+    return packets.offer(0, replace(one_block(1, 0, 100), **changes))
+
+
 @pytest.mark.parametrize(
     "packet",
     [
         b"?",
         packets.OFFER + bytes(5),
-        packets.OFFER + bytes(28),
+        packets.OFFER + bytes(36),
+        an_offer()[:-1],
+        packets.OFFER + b"\x01" + an_offer()[2:],  # Of a memory that was not shown.
+        an_offer(starts=np.array([SIZE - 99])),
+        an_offer(starts=np.array([0, -1])),
+        an_offer(starts=np.array([(1 << 63) - 1])),
+        an_offer(block_bytes=0),
+        an_offer(block_bytes=(1 << 64) - 1),
+        an_offer(num_messages=0),
+        an_offer(num_messages=2),
         packets.MEMORY + bytes(12),
         packets.FORGET,
         packets.hello(bytes(32), 0),
     ],
 )
 async def test_a_sender_of_nonsense_is_cut_off_and_no_other_one(
-    start: Callable[[], LocalTransport], directory: SocketDirectory, packet: bytes
+    start: Callable[[], LocalExchange], directory: SocketDirectory, packet: bytes
 ) -> None:
-    sender, receiver = start(), start()
-    peer = await sender.connect(await receiver.listen())
-    loop = asyncio.get_running_loop()
+    sender, receiver, memory = start(), start(), filled(1)
+    sender.share(memory)
+    peer = await sender.connect(receiver.listen())
+    inbox, loop = CopyingInbox(receiver.expect), asyncio.get_running_loop()
     with directory.connect(receiver.address) as raw:
-        raw.send(packets.hello(receiver.address.token, 0))
+        raw.send(packets.hello(receiver.address.token, 1))
+        socket.send_fds(raw, [packets.memory(0, SIZE)], [memory.file])
         async with asyncio.timeout(DEADLINE_S):
             assert await loop.sock_recv(raw, 9) == packets.WELCOME
             raw.send(packet)
             assert await loop.sock_recv(raw, 9) == b""
-    receive = receiver.post_receive(1, np.zeros(100, np.uint8))
-    await sender.post_send(peer, 1, payload_of(1, 100))
-    await receive
+    await sender.offer(peer, memory, one_block(1, 0, 100))
+    assert list(inbox.copied) == [1]
+
+
+async def test_an_offer_of_another_release_is_refused_before_it_is_made(
+    start: Callable[[], LocalExchange], directory: SocketDirectory
+) -> None:
+    """It then takes UCX. `H` is what the release before this one says."""
+    receiver = start()
+    receiver.listen()
+    with directory.connect(receiver.address) as raw:
+        raw.send(b"H" + packets.hello(receiver.address.token, 0)[1:])
+        async with asyncio.timeout(DEADLINE_S):
+            assert await asyncio.get_running_loop().sock_recv(raw, 9) == b""
 
 
 async def test_memory_that_could_shrink_is_not_mapped(
-    start: Callable[[], LocalTransport], directory: SocketDirectory
+    start: Callable[[], LocalExchange], directory: SocketDirectory
 ) -> None:
     """A reader behind its end would get SIGBUS."""
     receiver = start()
-    await receiver.listen()
+    receiver.listen()
     loop = asyncio.get_running_loop()
     file = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(file, SIZE)
@@ -261,7 +312,7 @@ async def test_sockets_of_processes_that_have_ended_are_removed(directory: Socke
 
 
 async def test_memory_that_cannot_be_mapped_refuses_the_sender_before_it_sends(
-    start: Callable[[], LocalTransport], monkeypatch: pytest.MonkeyPatch
+    start: Callable[[], LocalExchange], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(file: int, num_bytes: int) -> None:
         raise OSError(errno.ENOMEM, "no memory")
@@ -270,16 +321,16 @@ async def test_memory_that_cannot_be_mapped_refuses_the_sender_before_it_sends(
     sender.share(filled(1))
     monkeypatch.setattr(incoming_peer, "map_to_read", refuse)
     with pytest.raises(PeerLost):
-        await sender.connect(await receiver.listen())
+        await sender.connect(receiver.listen())
     monkeypatch.undo()
-    await sender.connect(await receiver.listen())
+    await sender.connect(receiver.listen())
 
 
 async def test_descriptors_of_strangers_are_closed(
-    start: Callable[[], LocalTransport], directory: SocketDirectory
+    start: Callable[[], LocalExchange], directory: SocketDirectory
 ) -> None:
     receiver = start()
-    await receiver.listen()
+    receiver.listen()
     file, loop = os.open("/dev/full", os.O_RDONLY), asyncio.get_running_loop()
     for packet in (b"", b"?", packets.hello(receiver.address.token, 1) + b"?"):
         with directory.connect(receiver.address) as raw:
@@ -291,29 +342,29 @@ async def test_descriptors_of_strangers_are_closed(
 
 
 async def test_a_receiver_of_nonsense_is_a_lost_peer(
-    start: Callable[[], LocalTransport], directory: SocketDirectory
+    start: Callable[[], LocalExchange], directory: SocketDirectory
 ) -> None:
     listener, address = directory.listen()
     sender, loop = start(), asyncio.get_running_loop()
-    connecting = asyncio.create_task(sender.connect(address.pack()))
+    connecting = asyncio.create_task(sender.connect(address))
     async with asyncio.timeout(DEADLINE_S):
         accepted, _ = await loop.sock_accept(listener)
         accepted.send(packets.WELCOME)
         peer = await connecting
-        send = sender.post_send(peer, 1, payload_of(1, 100))
+        offer = sender.offer(peer, filled(1), one_block(1, 0, 100))
         accepted.send(packets.TAKEN + b"odd")
         with pytest.raises(PeerLost, match="what no worker sends"):
-            await send
+            await offer
     assert peer.closed
     accepted.close()
     listener.close()
 
 
 async def test_a_process_without_descriptors_accepts_senders_when_it_has_some(
-    start: Callable[[], LocalTransport], monkeypatch: pytest.MonkeyPatch
+    start: Callable[[], LocalExchange], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, receiver, calls = start(), start(), list[int]()
-    address = await receiver.listen()
+    address = receiver.listen()
     assert receiver._listener is not None
     listener = receiver._listener
 
@@ -330,7 +381,7 @@ async def test_a_process_without_descriptors_accepts_senders_when_it_has_some(
         def close(self) -> None:
             listener.close()
 
-    monkeypatch.setattr(transport_module, "_NO_FILE_S", 0.01)
+    monkeypatch.setattr(exchange_module, "_NO_FILE_S", 0.01)
     receiver._listener = cast(socket.socket, Exhausted())
     await sender.connect(address)
     assert len(calls) == 3
@@ -365,8 +416,10 @@ async def test_transfers_behind_one_that_was_refused_take_ucx_at_once(
     monkeypatch.setattr(pair.sender, "connect_locally", refuse)
     data_address = await pair.receiver.listen()
     end = DataEndpoint(host=own_host_identity(), lanes=(), local=pair.receiver.local_address)
-    ticket = replace(a_ticket(), data_address=data_address, data_endpoint=end, guarded_addresses=())
-    sender = Sender(transport=pair.sender, memory=cast(BlockMemory, InPlaceMemory), layout=ticket.layout)
+    ticket = replace(a_ticket(), data_address=data_address, data_endpoint=end, guarded_addresses=(), bundle_blocks=1)
+    shared = SharedMemory(ticket.layout.block_bytes)
+    memory = in_place(shared.bytes, ticket.layout, shared)
+    sender = Sender(transport=pair.sender, memory=memory, layout=ticket.layout)
     deadline = asyncio.get_running_loop().time() + DEADLINE_S
 
     async def connected() -> bool:
@@ -405,39 +458,22 @@ async def pair(short_path: Path) -> AsyncIterator[Pair]:
     await pair.receiver.close()
 
 
-async def test_an_inbox_takes_messages_from_either(pair: Pair) -> None:
+async def test_an_inbox_takes_messages_over_ucx_and_offers(pair: Pair) -> None:
     over_ucx = await pair.sender.connect(await pair.receiver.listen())
     assert pair.receiver.local_address is not None
     local = await pair.sender.connect_locally(pair.receiver.local_address)
     assert (pair.sender.is_local(over_ucx), pair.sender.is_local(local)) == (False, True)
     assert pair.sender.lanes(local) == ("local",)
-    inbox = NotingInbox(pair.receiver, 0, SIZE)
-    sends = [pair.sender.post_send((over_ucx, local)[tag % 2], tag, payload_of(tag, SIZE)) for tag in range(40)]
-    for send in sends:
+    sent, offered = NotingInbox(pair.receiver, 0, 1000), CopyingInbox(pair.receiver.expect, 1 << 20)
+    memory = filled(1)
+    for index in range(20):
+        send = pair.sender.post_send(over_ucx, index, payload_of(index, 1000))
+        await pair.sender.offer(local, memory, one_block((1 << 20) + index, index, 1000))
         await send
-    for tag in range(40):
-        await inbox.posted[tag]
-        assert np.array_equal(inbox.posted[tag].buffer, payload_of(tag, SIZE))
-
-
-async def test_cancelled_receives_are_written_by_neither(pair: Pair) -> None:
-    over_ucx = await pair.sender.connect(await pair.receiver.listen())
-    assert pair.receiver.local_address is not None
-    local = await pair.sender.connect_locally(pair.receiver.local_address)
-    inbox = NotingInbox(pair.receiver, 0, SIZE)
-    sends = [pair.sender.post_send((over_ucx, local)[tag % 2], tag, payload_of(tag, SIZE)) for tag in range(24)]
-    await inbox.until_arrived(12)
-    pair.receiver.dismiss(0)
-    await pair.receiver.cancel(inbox.posted.values())
-    assert all(receive.done for receive in inbox.posted.values())
-    for receive in inbox.posted.values():
-        receive.buffer[:] = 7
-    for send in sends:
-        await send
-    late = [pair.sender.post_send((over_ucx, local)[tag % 2], tag, payload_of(tag, 100)) for tag in range(24, 32)]
-    for send in late:
-        await send
-    assert all((receive.buffer == 7).all() for receive in inbox.posted.values())
+        await sent.until_arrived(index + 1)
+        await sent.posted[index]
+        assert np.array_equal(sent.posted[index].buffer, payload_of(index, 1000))
+        assert np.array_equal(offered.copied[(1 << 20) + index], memory.bytes[index : index + 1000])
 
 
 def test_sockets_in_another_directory_are_out_of_reach(short_path: Path) -> None:

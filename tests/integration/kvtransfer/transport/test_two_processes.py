@@ -13,14 +13,12 @@ from kvtransfer.transport import Operation, Transport
 from pdserve.base.errors import PeerLost
 from tests.integration.kvtransfer.conftest import OpenTransport, StartPeer
 from tests.integration.kvtransfer.memory import Memory, payload_of
-from tests.integration.kvtransfer.opening import LOCAL, ON_TWO_GPUS
+from tests.integration.kvtransfer.opening import ON_TWO_GPUS
 from tests.integration.kvtransfer.processes import RemotePeer
 from tests.support.deadline import DEADLINE_S
 from tests.support.devices import two_gpus
 
-pytestmark = pytest.mark.parametrize(
-    "transport_name", ["ucx", "nccl", LOCAL, pytest.param(ON_TWO_GPUS, marks=two_gpus)]
-)
+pytestmark = pytest.mark.parametrize("transport_name", ["ucx", "nccl", pytest.param(ON_TWO_GPUS, marks=two_gpus)])
 
 MIB = 1 << 20
 

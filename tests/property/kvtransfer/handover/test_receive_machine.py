@@ -16,7 +16,7 @@ from kvtransfer.handover.events import (
     LeaseKept,
     MessageLanded,
     MessageLost,
-    MessageReceived,
+    MessagesReceived,
     Quiet,
     ReceiveEffect,
     ReceiveEvent,
@@ -112,21 +112,27 @@ class DecodeSide(RuleBasedStateMachine):
                     assert at == self.now + LEASE_S
         return effects
 
-    @rule(index=INDEX)
-    def message_arrives(self, index: int) -> None:
+    @rule(index=INDEX, count=st.integers(1, 3))
+    def messages_arrive(self, index: int, count: int) -> None:
         """Straight in its blocks, or after the copy that followed its landing."""
         if not self.outstanding:
             return
         index = sorted(self.outstanding)[index % len(self.outstanding)]
-        self.outstanding.remove(index)
-        self.arrived.add(index)
+        pool = self.storing if index in self.storing else self.outstanding - self.storing
+        while not pool.issuperset(run := self.shape.run(index, count)) or len(run) < count:
+            count -= 1
+        self.outstanding.difference_update(run)
+        self.arrived.update(run)
         if index in self.storing:
-            self.storing.remove(index)
+            self.storing.difference_update(run)
         else:
             self.landed_at.append(self.now)
         self.last_progress = self.now
+        self.take(MessagesReceived(index=index, digests=tuple(map(self.arriving_digest, run))))
+
+    def arriving_digest(self, index: int) -> bytes:
         wrong = index in self.corrupt
-        self.take(MessageReceived(index=index, digest=bytes(16) if wrong and index else digest_of(index + wrong)))
+        return bytes(16) if wrong and index else digest_of(index + wrong)
 
     @rule(index=INDEX)
     def message_lands(self, index: int) -> None:
@@ -145,12 +151,21 @@ class DecodeSide(RuleBasedStateMachine):
             self.lost.add(index)
             self.take(MessageLost(index=index, error=PeerLost("gone")))
 
+    @rule(index=INDEX, count=st.integers(2, 4))
+    def a_run_ends_whole_or_not_at_all(self, index: int, count: int) -> None:
+        run = self.shape.run(index, count)
+        if len(run) < count or not (self.arrived | self.lost).isdisjoint(run):
+            num_received = self.machine.num_received
+            with pytest.raises(InvalidTransition):
+                self.take(MessagesReceived(index=index, digests=(digest_of(index),) * count))
+            assert self.machine.num_received == num_received
+
     @rule(index=INDEX)
     def a_message_cannot_end_twice(self, index: int) -> None:
         if index in self.arrived | self.lost or index >= self.num_messages:
             before = self.machine.state
             with pytest.raises(InvalidTransition):
-                self.take(MessageReceived(index=index, digest=digest_of(index)))
+                self.take(MessagesReceived(index=index, digests=(digest_of(index),)))
             assert self.machine.state is before
 
     @rule(

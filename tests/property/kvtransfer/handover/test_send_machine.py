@@ -98,14 +98,15 @@ class PrefillSide(RuleBasedStateMachine):
         index = next(iter(self.unsent[group]), None)
         assert self.machine.next_index(group) == index
         index = self.num_messages if index is None else index
-        started = SendStarted(index=index, digest=digest_of(index))
+        run = self.unsent[group][: data.draw(st.integers(1, 3))]
+        started = SendStarted(index=index, digests=tuple(map(digest_of, run or [index])))
         if self.machine.state is SendState.SENDING and self.lease_is_over:
             self.take(started)
             assert isinstance(self.stopped[0].error, TransferTimeout)
         elif self.machine.state is SendState.SENDING and self.unsent[group]:
-            self.on_the_wire.add(index)
+            self.on_the_wire.update(run)
             self.take(started)
-            del self.unsent[group][0]
+            del self.unsent[group][: len(run)]
         else:
             with pytest.raises(InvalidTransition):
                 self.take(started)
@@ -116,7 +117,7 @@ class PrefillSide(RuleBasedStateMachine):
         for indices in self.unsent:
             for index in indices:
                 self.on_the_wire.add(index)
-                self.take(SendStarted(index=index, digest=digest_of(index)))
+                self.take(SendStarted(index=index, digests=(digest_of(index),)))
             indices.clear()
 
     @precondition(lambda self: not self.lease_is_over)
@@ -125,23 +126,38 @@ class PrefillSide(RuleBasedStateMachine):
         following = {indices[0] for indices in self.unsent if indices}
         index = data.draw(st.integers(0, self.num_messages + 3).filter(lambda index: index not in following))
         with pytest.raises(InvalidTransition):
-            self.take(SendStarted(index=index, digest=digest_of(0)))
+            self.take(SendStarted(index=index, digests=(digest_of(0),)))
+
+    def some_of_the_wire(self, data: st.DataObject) -> tuple[int, range]:
+        """Takes a message off the wire, and those behind it in its layer group that are there, too."""
+        index = data.draw(st.sampled_from(sorted(self.on_the_wire)))
+        count = data.draw(st.integers(1, 3))
+        while not self.on_the_wire.issuperset(run := self.machine._shape.run(index, count)) or len(run) < count:
+            count -= 1
+        self.on_the_wire.difference_update(run)
+        return index, run
+
+    @rule(data=st.data())
+    def a_run_does_not_go_beyond_its_layer_group(self, data: st.DataObject) -> None:
+        group = data.draw(st.integers(0, len(self.unsent) - 1))
+        unsent = self.unsent[group]
+        if unsent and self.machine.state is SendState.SENDING and not self.lease_is_over:
+            with pytest.raises(InvalidTransition):
+                self.take(SendStarted(index=unsent[0], digests=(digest_of(0),) * (len(unsent) + 1)))
 
     @rule(data=st.data())
     def a_block_got_through(self, data: st.DataObject) -> None:
         if self.on_the_wire:
-            index = data.draw(st.sampled_from(sorted(self.on_the_wire)))
-            self.on_the_wire.remove(index)
+            index, run = self.some_of_the_wire(data)
             if not self.stopped:
                 self.last_progress = self.now
-            self.take(SendDone(index=index))
+            self.take(SendDone(index=index, count=len(run)))
 
     @rule(data=st.data())
     def a_block_failed(self, data: st.DataObject) -> None:
         if self.on_the_wire:
-            index = data.draw(st.sampled_from(sorted(self.on_the_wire)))
-            self.on_the_wire.remove(index)
-            self.take(SendDone(index=index, error=PeerLost("gone")))
+            index, run = self.some_of_the_wire(data)
+            self.take(SendDone(index=index, count=len(run), error=PeerLost("gone")))
             assert self.machine.state in OVER
 
     @rule()

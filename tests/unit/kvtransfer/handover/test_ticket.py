@@ -25,7 +25,7 @@ from pdserve.base.ids import Epoch, RequestId, TransferId
 from pdserve.peers.host_identity import own_host_identity
 from pdserve.v1 import decode_pb2
 from tests.support.groups import TWO_GROUPS
-from tests.support.handover import LAYOUT, Memory, blocks
+from tests.support.handover import LAYOUT, Memory
 from tests.support.tickets import a_ticket
 
 
@@ -164,7 +164,7 @@ def test_the_mac_needs_the_tickets_key() -> None:
 
 
 def test_a_digest_depends_on_every_byte_and_on_the_key() -> None:
-    block = Memory(1, 3).block_bytes_view(blocks(0)[0])
+    block = Memory(1, 3).blocks[0]
     digest, key = MessageDigest(b"k" * 32), MessageDigest(b"l" * 32)
     before = digest(block)
     assert digest(block) == before != key(block)

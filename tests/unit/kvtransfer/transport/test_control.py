@@ -45,7 +45,7 @@ class Listener:
 
     def announced(self, pair: Pair, tag: int, num_bytes: int) -> None:
         self.tags.append(tag)
-        (pair.arrivals.add if self.tags[1:] else pair.queue.append)(Arrival(pair, num_bytes))
+        (pair.arrivals.add if self.tags[1:] else pair.queue.append)(Arrival(pair, tag, num_bytes))
 
     def lose(self, pair: Pair) -> None:
         pair.lost = True

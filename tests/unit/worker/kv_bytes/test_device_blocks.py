@@ -151,7 +151,8 @@ async def test_digests_are_the_references_of_each_block_keyed_for_the_transfer()
 async def test_a_ticket_for_other_digests_is_refused_with_a_remedy() -> None:
     async with pair_of() as pair:
         ticket = await pair.receiver.grant(pair.reservation(0), attempt=1)
-        on_host = Sender(transport=pair.sending, memory=InPlaceMemory(pair.source, LAYOUT), layout=LAYOUT)
+        memory = InPlaceMemory(np.zeros(LAYOUT.block_bytes, np.uint8), LAYOUT)
+        on_host = Sender(transport=pair.sending, memory=memory, layout=LAYOUT)
         with pytest.raises(TransferError, match=r"'nh' digests and .* 'xxh3' digests. .* same --handover-memory"):
             async with on_host.open(ticket, request_id=REQUEST):
                 pass
