@@ -1,7 +1,7 @@
 """The messages of one transfer into this worker: they get memory when they are there, and are copied to their blocks.
 
 A transfer whose prompt is being computed holds no memory. A message gives its memory back as soon as it is in its
-blocks, which waits for no other message: whoever waits for memory gets it.
+blocks, which waits for no other message, so memory that others wait for becomes free.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class IncomingMessages:
             return False
         pull = self._tasks.start(self._pull(blocks, indices, group), name="copy offered messages")
         self._pulls.add(pull)
-        pull.add_done_callback(self._pulls.discard)
+        pull.add_done_callback(partial(self._pulled, blocks))
         return True
 
     def lost(self, error: PdserveError) -> None:
@@ -164,10 +164,13 @@ class IncomingMessages:
             events = [MessageLost(index=index, error=lost) for index in indices]
         else:
             events = [MessagesReceived(index=indices[0], digests=tuple(digests))]
-        finally:
-            blocks.end()
         for event in events:
             self._on(event)
+
+    def _pulled(self, blocks: IncomingOffer, pull: asyncio.Task[None]) -> None:
+        """The offer ends however the task has ended: it may have been cancelled before its first turn."""
+        self._pulls.discard(pull)
+        blocks.end()
 
     def _receive(self, index: int, buffer: Buffer) -> None:
         message = buffer[self._groups.span(self._shape.layer_group_of(index), len(self._bundle_of(index)))]

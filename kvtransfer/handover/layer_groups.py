@@ -12,7 +12,7 @@ group by KV group: those of the first one come first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kernels.split import even_slice
@@ -160,14 +160,6 @@ class TransferShape:
         """Cuts blocks of a KV group, which start with a bundle, into bundles."""
         size = self.segments[0].bundle_blocks
         return [block_ids[first : first + size] for first in range(0, len(block_ids), size)]
-
-    def messages(self) -> Iterator[tuple[int, int]]:
-        """Bundle and layer group of each message, in order."""
-        for segment in self.segments:
-            layer_groups = range(segment.first_layer_group, segment.first_layer_group + segment.layer_groups)
-            for bundle in range(segment.first_bundle, segment.first_bundle + segment.num_bundles):
-                for layer_group in layer_groups:
-                    yield bundle, layer_group
 
     def bundle_of(self, index: int) -> int:
         """The bundle of a message."""

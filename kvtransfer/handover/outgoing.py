@@ -39,8 +39,8 @@ T = TypeVar("T")
 _COPIED_AT_ONCE = 1 / 4
 #: Bytes digested before the event loop, and with it the wire, gets a turn.
 _YIELD_BYTES = 4 << 20
-#: Offers of a transfer that the receiver has at a time: one that it copies and one that it copies next. Whoever comes
-#: with more of them waits behind those of other transfers.
+#: Offers of a transfer that the receiver has at a time: one that it copies and one that it copies next. Further ones
+#: wait behind those of other transfers.
 _MAX_OFFERS = 2
 
 

@@ -92,13 +92,9 @@ class Operation:
     def complete(self) -> None:
         """Ends it: the bytes have arrived (receive), or the buffer may be reused (send)."""
         if not self.done:
-            self.find_digest()
+            if self._digest_of is not None:
+                self.digest = self._digest_of(self.buffer)
             self._end()
-
-    def find_digest(self) -> None:
-        """Finds the digest, if there is to be one. A transport that copies calls it while the bytes are in a cache."""
-        if self._digest_of is not None and self.digest is None:
-            self.digest = self._digest_of(self.buffer)
 
     def fail(self, error: PdserveError) -> None:
         """Ends it: it will not complete, and nothing touches the buffer any more."""

@@ -119,7 +119,7 @@ class TagMatcher(Generic[M]):
         return True
 
     def clear(self) -> tuple[list[Operation], list[M]]:
-        """Removes and returns all waiting receives and all messages. `lose` then tells the inboxes."""
+        """Removes and returns all waiting receives and all messages. `lose` then reports to the inboxes."""
         receives, messages = list(self._posted.values()), [self._take(tag) for tag in list(self._early)]
         for _, waiting in self._inboxes.values():
             messages += waiting.values()

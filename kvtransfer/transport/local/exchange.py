@@ -116,7 +116,7 @@ class LocalExchange:
         return _own(peer).offer(memory, offer)
 
     async def close(self) -> None:
-        """Ends all connections. Inboxes hear of nothing more: whoever copies closes his inbox, and ends, before."""
+        """Ends all connections. Receivers have closed their inboxes, and ended their copies, before."""
         if self._is_closed:
             return
         self._inboxes.clear()

@@ -13,7 +13,7 @@ _PATIENCE_S = 2.0
 
 
 class Turns:
-    """Tells an inbox of a message when all before it are received, and receives it when it is known where to.
+    """Reports a message to its inbox when all before it are received, and receives it when it is known where to.
 
     An inbox that knew of later ones could give them memory for which the first one waits.
     """

@@ -1,8 +1,9 @@
-"""Transfers that share small stages and connections: whoever waits for memory gets it, and nobody waits in a circle."""
+"""Transfers that share small stages and connections: each gets its memory, and none waits for one that waits for it."""
 
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import ReceiverIdentity, Reservation
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.staging import StagedMemory
-from kvtransfer.transport import Transport
+from kvtransfer.transport import Buffer, Transport
 from kvtransfer.transport.torch_distributed import turns
+from kvtransfer.transport.torch_distributed.pair import Arrival, Pair
+from kvtransfer.transport.torch_distributed.transport import TorchDistributedTransport
 from pdserve.base.ids import Epoch, RequestId, WorkerId
 from pdserve.base.tasks import ServiceGroup, service_group
 from tests.integration.kvtransfer.conftest import OpenTransport
@@ -80,27 +83,31 @@ async def test_workers_that_send_to_each_other_do_not_wait_for_each_other(start_
             await worker.receiver.close()
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_PATIENCE_S", 0.01)
-
-
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("transport_name", ["nccl", BETWEEN_GPUS])
 async def test_a_message_that_waits_for_memory_for_long_is_set_aside_and_its_pair_lives(
-    start_transport: OpenTransport,
+    start_transport: OpenTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(turns, "_PATIENCE_S", 0.01)
     async with asyncio.timeout(DEADLINE_S), service_group() as tasks:
         sender = Worker(start_transport(), tasks, seed=1, num_frames=64)
         transport = start_transport()
+        assert isinstance(transport, TorchDistributedTransport)
         receiver = Worker(transport, tasks, seed=2, num_frames=2)
         await sender.send(receiver, range(60, 61))
         held = await receiver.stage.lend([blocks(0), blocks(1)])
-        [pair] = transport._pairs  # type: ignore[attr-defined]
+        [pair] = transport._pairs
+        has_landed, landed = asyncio.Event(), transport._landed
+
+        def landing(pair: Pair, arrival: Arrival, job: Future[Buffer]) -> None:
+            landed(pair, arrival, job)
+            has_landed.set()
+
+        monkeypatch.setattr(transport, "_landed", landing)
         sending = asyncio.gather(*(sender.send(receiver, range(first, first + 2)) for first in range(0, 8, 2)))
-        while pair.aside is None or not pair.aside.landed:  # noqa: ASYNC110 - nothing reports it
-            await asyncio.sleep(0.002)
+        await has_landed.wait()  # The stage is full: it is in memory of the link.
         first = pair.aside
+        assert first is not None
+        assert first.landed
         for buffer in held:
             receiver.stage.give_back(buffer)
         await sending

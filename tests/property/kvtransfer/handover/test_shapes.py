@@ -41,7 +41,15 @@ def test_every_byte_of_every_missing_block_is_in_one_message(ticket: Ticket) -> 
         for bundle in shape.bundles(range(first, ticket.end))  # type: ignore[arg-type]
     ]
     sent = []
-    for index, (bundle, layer_group) in enumerate(shape.messages()):
+    # KV group by KV group, and in each of them bundle by bundle.
+    messages = [
+        (bundle, layer_group)
+        for bundle, (kv_group, _) in enumerate(bundles)
+        for layer_group, its_kv_group in enumerate(groups.kv_groups)
+        if its_kv_group == kv_group
+    ]
+    assert shape.num_messages == len(messages)
+    for index, (bundle, layer_group) in enumerate(messages):
         assert (shape.bundle_of(index), shape.layer_group_of(index)) == (bundle, layer_group)
         assert index in shape.indices_of(layer_group)
         kv_group, block_ids = bundles[bundle]

@@ -110,6 +110,18 @@ async def test_an_abort_withdraws_copies_that_wait_for_others() -> None:
         assert np.array_equal(pair.target.blocks, before)
 
 
+async def test_an_offer_whose_copy_is_cancelled_before_its_first_turn_ends() -> None:
+    async with worker_pair(is_local=True, layer_groups=2) as pair:
+        assert isinstance(pair.receiving, InprocWithOffers)
+        ticket, ended = await pair.grant([8, 9]), list[int]()
+        blocks = OfferedBlocks(offer_of(ticket), pair.source.shared.bytes, ended.append)
+        assert pair.receiving._inboxes[ticket.tag_base].offered(blocks)
+        [pull] = pair.receiver._transfers[ticket.transfer_id]._messages._pulls
+        pull.cancel()  # As a service does that stops.
+        await until_idle()
+        assert ended == [ticket.tag_base]
+
+
 async def test_an_abort_waits_for_the_copy_and_nothing_is_copied_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     copies, may_copy = threading.Event(), threading.Event()
     copy = host_offers._copied
