@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Literal
@@ -36,17 +37,19 @@ def moving(setting: Setting, how: Literal["pack", "unpack", "gather", "digest"])
     everything = {"layers": (0, layers), "heads": (0, setting.shape.num_kv_heads)}
     pack, here = partial(blocks.pack, cache, ids, packed, keys, **everything), blocks.Blocks(cache, ids)
     pack()
+    num_sums = blocks.num_sums(cache, num_blocks, (0, layers))
+    sums = torch.empty(num_sums, dtype=torch.int64, device=setting.device)
+    call: Callable[[], object]
     match how:
         case "pack":
             call = pack
         case "unpack":
             call = partial(blocks.unpack, packed, cache, ids, keys, **everything)
         case "gather":
-            call = partial(
-                blocks.gather, blocks.Blocks(packed.view(cache.dtype).view(cache.shape), ids), here, keys, **everything
-            )
+            source = blocks.Blocks(packed.view(cache.dtype).view(cache.shape), ids)
+            call = partial(blocks.gather, source, here, keys, sums, layers=(0, layers))
         case "digest":
-            call = partial(blocks.digest, here, keys, **everything)
+            call = partial(blocks.digest, here, keys, sums, layers=(0, layers))
     times = 1.0 if how == "digest" else 2.0
     return setting.measure(call, Work(num_bytes=times * packed.nbytes, flops=0.0), in_graph=False)
 

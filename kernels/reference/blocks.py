@@ -123,14 +123,19 @@ def digest(packed: Tensor, keys: Tensor) -> Tensor:
     assert keys.shape[0] >= num_key_pairs(packed_bytes)
     data = packed.contiguous().view(torch.int64)
     low, high = data & _MASK, data >> 32 & _MASK
-    out = torch.empty(num_blocks, LANES, dtype=torch.int32, device=packed.device)
+    sums = torch.empty(num_blocks, LANES, dtype=torch.int64, device=packed.device)
     for lane in range(LANES):
         pairs = keys[HEADER_PAIRS + lane : HEADER_PAIRS + lane + data.shape[1]]
-        products = ((low + (pairs & _MASK)) & _MASK) * ((high + (pairs >> 32 & _MASK)) & _MASK)
-        total = products.sum(1) + packed_bytes
-        constant, of_low, of_high = keys[3 * lane : 3 * lane + 3]
-        out[:, lane] = constant + of_low * (total & _MASK) + of_high * (total >> 32 & _MASK) >> 32
-    return out.view(torch.uint8)
+        sums[:, lane] = (((low + (pairs & _MASK)) & _MASK) * ((high + (pairs >> 32 & _MASK)) & _MASK)).sum(1)
+    return digests_of(sums, keys, packed_bytes)
+
+
+def digests_of(sums: Tensor, keys: Tensor, packed_bytes: int) -> Tensor:
+    """Digests from the sums of their lanes, int64 [n, 4]: uint8 [n, 16]. Of `keys`, it needs those before the data."""
+    total = sums + packed_bytes
+    constant, of_low, of_high = keys[: 3 * LANES].view(LANES, 3).unbind(1)
+    mixed = constant + of_low * (total & _MASK) + of_high * (total >> 32 & _MASK)
+    return (mixed >> 32).to(torch.int32).view(torch.uint8)
 
 
 def pack(

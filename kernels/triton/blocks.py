@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from kernels.reference.blocks import DIGEST_BYTES, HEADER_PAIRS, KEY_BYTES, LANES, SliceLayout, num_key_pairs
+from kernels.reference import blocks as reference
+from kernels.reference.blocks import DIGEST_BYTES, KEY_BYTES, LANES, SliceLayout, num_key_pairs
+from kernels.triton.block_kernels import DIGESTS, GATHERS, PACKS, UNPACKS, finish_kernel, move_kernel, stretch_kernel
 
 #: Words of 8 bytes that a program keeps in registers at a time: with more, too few programs fit on a processor.
 _TILE_WORDS = 512
@@ -29,11 +30,6 @@ _ENOUGH_PROGRAMS = 1024
 _MAX_BLOCKS = 2
 _KEYS_PER_PROGRAM = 512
 _ALIGNMENT = 16
-
-#: What `_move_kernel` does.
-_PACKS, _UNPACKS, _GATHERS, _DIGESTS = (tl.constexpr(mode) for mode in range(4))
-_HEADER_PAIRS = tl.constexpr(HEADER_PAIRS)
-_LANES = tl.constexpr(LANES)
 
 
 class Blocks(NamedTuple):
@@ -54,7 +50,7 @@ def digest_keys(key: bytes, packed_bytes: int, device: torch.device) -> Tensor:
     keys = torch.empty(num_key_pairs(packed_bytes), dtype=torch.int64, device=device)
     seed, nonce = (int.from_bytes(key[at : at + 8], "little", signed=True) for at in (0, 8))
     grid = (triton.cdiv(keys.shape[0], 2 * _KEYS_PER_PROGRAM),)
-    _stretch_kernel[grid](keys, keys.shape[0], seed, nonce, counters=_KEYS_PER_PROGRAM, enable_fp_fusion=False)
+    stretch_kernel[grid](keys, keys.shape[0], seed, nonce, counters=_KEYS_PER_PROGRAM, enable_fp_fusion=False)
     return keys
 
 
@@ -69,7 +65,7 @@ def pack(
     """
     layout = SliceLayout.of(cache, layers, heads)
     _check_packed(out, block_ids, layout)
-    return _move(Blocks(cache, block_ids), out, keys, layout, _PACKS, block_ids)
+    return _digest(_Move(Blocks(cache, block_ids), Blocks(out, block_ids), keys, layout, PACKS.value))
 
 
 def unpack(
@@ -78,82 +74,137 @@ def unpack(
     """The inverse of `pack`, into distinct blocks; returns the digests of what it read, for the caller to compare."""
     layout = SliceLayout.of(cache, layers, heads)
     _check_packed(packed, block_ids, layout)
-    return _move(Blocks(cache, block_ids), packed, keys, layout, _UNPACKS, block_ids)
+    return _digest(_Move(Blocks(cache, block_ids), Blocks(packed, block_ids), keys, layout, UNPACKS.value))
 
 
-def gather(source: Blocks, target: Blocks, keys: Tensor, *, layers: tuple[int, int], heads: tuple[int, int]) -> Tensor:
-    """Copies `layers` and `heads` of each block of `source` to that of `target`; returns the digests, uint8 [n, 16].
+def num_sums(cache: Tensor, num_blocks: int, layers: tuple[int, int]) -> int:
+    """Number of the sums that `gather` and `digest` write for that many blocks."""
+    return num_blocks * _Division.of(_all_heads(cache, layers), num_blocks).num_pieces * LANES
 
-    They are those of `pack`. The caches have the same shape and dtype, and share no memory; that of the source may be
-    another process's. The blocks of the target are distinct.
+
+def gather(source: Blocks, target: Blocks, keys: Tensor, sums: Tensor, *, layers: tuple[int, int]) -> None:
+    """Copies `layers` (half-open) of each block of `source` to that of `target`, and writes sums for their digests.
+
+    The caches have the same shape but for the number of blocks, and the same dtype; that of the source may be another
+    process's. The blocks of the target are distinct. sums: int64 [`num_sums`], contiguous, to be passed to
+    `digests_of_sums`. One launch, no allocation.
     """
-    layout = SliceLayout.of(target.cache, layers, heads)
     assert source.cache.shape[1:] == target.cache.shape[1:]
     assert source.cache.dtype == target.cache.dtype
     assert source.ids.shape == target.ids.shape
     _check_ids(source.ids)
     assert source.cache.is_contiguous()
     assert source.cache.data_ptr() % _ALIGNMENT == 0
-    return _move(target, source.cache, keys, layout, _GATHERS, source.ids)
+    _sum(_Move(target, source, keys, _all_heads(target.cache, layers), GATHERS.value), sums)
 
 
-def digest(blocks: Blocks, keys: Tensor, *, layers: tuple[int, int], heads: tuple[int, int]) -> Tensor:
-    """The digests that `pack` returns, without a copy: uint8 [n, 16]."""
-    layout = SliceLayout.of(blocks.cache, layers, heads)
-    return _move(blocks, blocks.cache, keys, layout, _DIGESTS, blocks.ids)
+def digest(blocks: Blocks, keys: Tensor, sums: Tensor, *, layers: tuple[int, int]) -> None:
+    """Writes the sums of `gather`, without a copy."""
+    _sum(_Move(blocks, blocks, keys, _all_heads(blocks.cache, layers), DIGESTS.value), sums)
 
 
-def _move(
-    blocks: Blocks, other: Tensor, keys: Tensor, layout: SliceLayout, mode: tl.constexpr, other_ids: Tensor
-) -> Tensor:
-    """`other`: packed blocks, or the cache that `other_ids` are in."""
-    cache, block_ids = blocks
-    _check(blocks, keys, layout)
-    num_blocks = block_ids.shape[0]
-    digests = torch.empty(num_blocks, DIGEST_BYTES // 4, dtype=torch.int32, device=cache.device)
+def digests_of_sums(sums: Tensor, num_blocks: int, keys: Tensor, packed_bytes: int) -> Tensor:
+    """The digests that `pack` returns, uint8 [num_blocks, 16], in host memory as `sums` and the first of the keys."""
+    return reference.digests_of(sums.view(num_blocks, -1, LANES).sum(1), keys, packed_bytes)
+
+
+class _Move(NamedTuple):
+    """One launch. `other`: packed blocks with the ids of `blocks`, or blocks of another cache."""
+
+    blocks: Blocks
+    other: Blocks
+    keys: Tensor
+    layout: SliceLayout
+    mode: int
+
+
+def _sum(move: _Move, sums: Tensor) -> None:
+    _check(move)
+    division = _Division.of(move.layout, len(move.blocks.ids))
+    assert sums.dtype == torch.int64
+    assert sums.shape == (len(move.blocks.ids) * division.num_pieces * LANES,)
+    _launch(move, division, sums)
+
+
+def _digest(move: _Move) -> Tensor:
+    _check(move)
+    num_blocks, device = len(move.blocks.ids), move.blocks.cache.device
+    digests = torch.empty(num_blocks, DIGEST_BYTES // 4, dtype=torch.int32, device=device)
     if num_blocks == 0:
         return digests.view(torch.uint8)
-    group = min(_MAX_BLOCKS, num_blocks)
-    words = min(_TILE_WORDS // group, triton.next_power_of_2(layout.run_words))
-    is_large = num_blocks * layout.packed_words >= _ENOUGH_PROGRAMS * _TILES * _TILE_WORDS
-    tiles = min(_TILES if is_large else _FEW_TILES, triton.next_power_of_2(triton.cdiv(layout.run_words, words)))
-    pieces_per_run = triton.cdiv(layout.run_words, words * tiles)
-    num_pieces = layout.num_runs * pieces_per_run
-    sums = torch.empty(num_blocks, num_pieces, LANES, dtype=torch.int64, device=cache.device)
-    _move_kernel[(triton.cdiv(num_blocks, group) * num_pieces,)](
-        cache.view(-1).view(torch.int64),
+    division = _Division.of(move.layout, num_blocks)
+    sums = torch.empty(num_blocks * division.num_pieces * LANES, dtype=torch.int64, device=device)
+    _launch(move, division, sums)
+    finish_kernel[(num_blocks,)](
+        sums,
+        move.keys,
+        digests,
+        division.num_pieces,
+        move.layout.packed_bytes,
+        at_once=32,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    return digests.view(torch.uint8)
+
+
+def _launch(move: _Move, division: _Division, sums: Tensor) -> None:
+    layout, num_blocks = move.layout, len(move.blocks.ids)
+    move_kernel[(triton.cdiv(num_blocks, division.group) * division.num_pieces,)](
+        move.blocks.cache.view(-1).view(torch.int64),
         # Words, whatever is in them; a cache of another process is not to be written to.
-        other.view(-1).view(torch.uint8).view(torch.int64),
-        block_ids,
-        other_ids,
-        keys,
+        move.other.cache.view(-1).view(torch.uint8).view(torch.int64),
+        move.blocks.ids,
+        move.other.ids,
+        move.keys,
         sums,
         num_blocks,
-        num_pieces,
-        pieces_per_run,
+        division.num_pieces,
+        division.pieces_per_run,
         layout.block_words,
         layout.first_word,
         layout.run_words,
         layout.run_stride,
         layout.packed_words,
-        mode=mode.value,
-        group=group,
-        tile_words=words,
-        num_tiles=tiles,
+        mode=move.mode,
+        group=division.group,
+        tile_words=division.tile_words,
+        num_tiles=division.num_tiles,
         enable_fp_fusion=False,
     )
-    _finish_kernel[(num_blocks,)](
-        sums, keys, digests, num_pieces, layout.packed_bytes, at_once=32, num_warps=1, enable_fp_fusion=False
-    )
-    return digests.view(torch.uint8)
 
 
-def _check(blocks: Blocks, keys: Tensor, layout: SliceLayout) -> None:
-    _check_ids(blocks.ids)
-    assert keys.dtype == torch.int64
-    assert keys.is_contiguous()
-    assert keys.shape[0] >= num_key_pairs(layout.packed_bytes)
-    assert blocks.cache.data_ptr() % _ALIGNMENT == 0
+class _Division(NamedTuple):
+    """How blocks are divided among programs."""
+
+    #: Blocks of one program.
+    group: int
+    tile_words: int
+    num_tiles: int
+    pieces_per_run: int
+    #: Pieces of one block.
+    num_pieces: int
+
+    @classmethod
+    def of(cls, layout: SliceLayout, num_blocks: int) -> _Division:
+        group = min(_MAX_BLOCKS, num_blocks)
+        words = min(_TILE_WORDS // group, triton.next_power_of_2(layout.run_words))
+        is_large = num_blocks * layout.packed_words >= _ENOUGH_PROGRAMS * _TILES * _TILE_WORDS
+        tiles = min(_TILES if is_large else _FEW_TILES, triton.next_power_of_2(triton.cdiv(layout.run_words, words)))
+        pieces_per_run = triton.cdiv(layout.run_words, words * tiles)
+        return cls(group, words, tiles, pieces_per_run, layout.num_runs * pieces_per_run)
+
+
+def _all_heads(cache: Tensor, layers: tuple[int, int]) -> SliceLayout:
+    return SliceLayout.of(cache, layers, (0, cache.shape[3]))
+
+
+def _check(move: _Move) -> None:
+    _check_ids(move.blocks.ids)
+    assert move.keys.dtype == torch.int64
+    assert move.keys.is_contiguous()
+    assert move.keys.shape[0] >= num_key_pairs(move.layout.packed_bytes)
+    assert move.blocks.cache.data_ptr() % _ALIGNMENT == 0
 
 
 def _check_ids(block_ids: Tensor) -> None:
@@ -166,112 +217,3 @@ def _check_packed(packed: Tensor, block_ids: Tensor, layout: SliceLayout) -> Non
     assert packed.shape == (block_ids.shape[0], layout.packed_bytes)
     assert packed.is_contiguous()
     assert packed.data_ptr() % _ALIGNMENT == 0
-
-
-@triton.jit(do_not_specialize=["seed", "nonce"])
-def _stretch_kernel(keys, num_pairs, seed: tl.int64, nonce: tl.int64, counters: tl.constexpr):
-    """Counter c gives pairs 2c and 2c + 1."""
-    index = tl.program_id(0) * counters + tl.arange(0, counters)
-    low = index.to(tl.uint32)
-    high = low * 0
-    nonce_low = high + nonce.to(tl.uint32)
-    nonce_high = high + (nonce >> 32).to(tl.uint32)
-    a, b, c, d = tl.philox(seed, low, high, nonce_low, nonce_high)
-    first = a.to(tl.uint64) | (b.to(tl.uint64) << 32)
-    second = c.to(tl.uint64) | (d.to(tl.uint64) << 32)
-    tl.store(keys + 2 * index, first.to(tl.int64, bitcast=True), mask=2 * index < num_pairs)
-    tl.store(keys + 2 * index + 1, second.to(tl.int64, bitcast=True), mask=2 * index + 1 < num_pairs)
-
-
-@triton.jit
-def _products(low, high, pair):
-    """One term of a lane's sum for each pair of words."""
-    left = low + pair.to(tl.uint32)
-    right = high + (pair >> 32).to(tl.uint32)
-    return left.to(tl.uint64) * right.to(tl.uint64)
-
-
-@triton.jit(do_not_specialize=["num_blocks"])
-def _move_kernel(
-    cache,
-    other,
-    block_ids,
-    other_ids,
-    keys,
-    sums,
-    num_blocks,
-    num_pieces,
-    pieces_per_run,
-    block_words,
-    first_word,
-    run_words,
-    run_stride,
-    packed_words,
-    mode: tl.constexpr,
-    group: tl.constexpr,
-    tile_words: tl.constexpr,
-    num_tiles: tl.constexpr,
-):
-    """Copies a piece of one run, at most num_tiles * tile_words words, of `group` blocks, and stores its sums."""
-    piece = tl.program_id(0) % num_pieces
-    rows = tl.program_id(0) // num_pieces * group + tl.arange(0, group)
-    is_row = rows < num_blocks
-    blocks = tl.load(block_ids + rows, mask=is_row, other=0)
-    run = piece // pieces_per_run
-    begin = piece % pieces_per_run * (tile_words * num_tiles)
-    in_cache = cache + blocks * block_words + (first_word + run * run_stride)
-    if mode < _GATHERS:
-        in_other = other + rows.to(tl.int64) * packed_words + run * run_words
-    else:
-        sources = tl.load(other_ids + rows, mask=is_row, other=0)
-        in_other = other + sources * block_words + (first_word + run * run_stride)
-    run_keys = keys + _HEADER_PAIRS + run * run_words
-    sum_0 = tl.zeros([group, tile_words], tl.uint64)
-    sum_1 = tl.zeros([group, tile_words], tl.uint64)
-    sum_2 = tl.zeros([group, tile_words], tl.uint64)
-    sum_3 = tl.zeros([group, tile_words], tl.uint64)
-    for tile in range(num_tiles):
-        words = begin + tile * tile_words + tl.arange(0, tile_words)
-        is_word = words < run_words
-        mask = is_row[:, None] & is_word[None, :]
-        cache_at = in_cache[:, None] + words[None, :]
-        other_at = in_other[:, None] + words[None, :]
-        if mode == _PACKS:
-            data = tl.load(cache_at, mask=mask, other=0)
-            tl.store(other_at, data, mask=mask)
-        else:
-            data = tl.load(other_at, mask=mask, other=0)
-            if mode != _DIGESTS:
-                tl.store(cache_at, data, mask=mask)
-        low = data.to(tl.uint32)
-        high = (data >> 32).to(tl.uint32)
-        # Beyond the run both data and key are 0, and so is their product.
-        at = (run_keys + words)[None, :]
-        is_key = is_word[None, :]
-        sum_0 += _products(low, high, tl.load(at, mask=is_key, other=0))
-        sum_1 += _products(low, high, tl.load(at + 1, mask=is_key, other=0))
-        sum_2 += _products(low, high, tl.load(at + 2, mask=is_key, other=0))
-        sum_3 += _products(low, high, tl.load(at + 3, mask=is_key, other=0))
-    out = sums + (rows.to(tl.int64) * num_pieces + piece) * _LANES
-    tl.store(out, tl.sum(sum_0, 1).to(tl.int64, bitcast=True), mask=is_row)
-    tl.store(out + 1, tl.sum(sum_1, 1).to(tl.int64, bitcast=True), mask=is_row)
-    tl.store(out + 2, tl.sum(sum_2, 1).to(tl.int64, bitcast=True), mask=is_row)
-    tl.store(out + 3, tl.sum(sum_3, 1).to(tl.int64, bitcast=True), mask=is_row)
-
-
-@triton.jit
-def _finish_kernel(sums, keys, digests, num_pieces, packed_bytes, at_once: tl.constexpr):
-    """Adds the sums of a block's pieces; each lane becomes 32 bits of its digest."""
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, _LANES)
-    total = tl.zeros([at_once, _LANES], tl.int64)
-    for start in range(0, num_pieces, at_once):
-        pieces = start + tl.arange(0, at_once)
-        at = sums + (row * num_pieces + pieces[:, None]) * _LANES + lanes[None, :]
-        total += tl.load(at, mask=pieces[:, None] < num_pieces, other=0)
-    lane = (tl.sum(total, 0) + packed_bytes).to(tl.uint64, bitcast=True)
-    constant = tl.load(keys + 3 * lanes).to(tl.uint64, bitcast=True)
-    of_low = tl.load(keys + 3 * lanes + 1).to(tl.uint64, bitcast=True)
-    of_high = tl.load(keys + 3 * lanes + 2).to(tl.uint64, bitcast=True)
-    mixed = constant + of_low * lane.to(tl.uint32).to(tl.uint64) + of_high * (lane >> 32)
-    tl.store(digests + row * _LANES + lanes, (mixed >> 32).to(tl.uint32).to(tl.int32, bitcast=True))

@@ -109,7 +109,7 @@ def _forward(shape: DecoderShape, spans: Spans, *, deterministic: bool, is_qwen3
 def _move_blocks(num_layers: int, heads: tuple[int, int], *, blocks_of_moves: tuple[tuple[int, ...], ...]) -> None:
     cache = torch.zeros(4, num_layers, 2, 8, BLOCK_SIZE, 128, dtype=torch.bfloat16)
     packed = cache[:2, :, :, heads[0] : heads[1]].reshape(2, -1).view(torch.uint8)
-    keys = blocks.digest_keys(bytes(16), packed.shape[1], cache.device)
+    keys = blocks.digest_keys(bytes(16), cache[0].nbytes, cache.device)
     for ids in map(torch.tensor, blocks_of_moves):
         for move in (
             blocks.pack,
@@ -117,8 +117,10 @@ def _move_blocks(num_layers: int, heads: tuple[int, int], *, blocks_of_moves: tu
         ):
             move(cache, ids, packed[: len(ids)], keys, layers=(0, num_layers), heads=heads)
         here, there = blocks.Blocks(cache, ids), blocks.Blocks(torch.zeros_like(cache), ids)
-        blocks.gather(there, here, keys, layers=(0, num_layers), heads=heads)
-        blocks.digest(here, keys, layers=(0, num_layers), heads=heads)
+        layers = (0, num_layers)
+        sums = torch.empty(blocks.num_sums(cache, len(ids), layers), dtype=torch.int64)
+        blocks.gather(there, here, keys, sums, layers=layers)
+        blocks.digest(here, keys, sums, layers=layers)
 
 
 def _sample(*kinds: SamplingParams) -> None:

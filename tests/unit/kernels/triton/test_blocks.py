@@ -88,7 +88,8 @@ def test_packing_and_unpacking_match_the_reference(layout: Layout, ids: list[int
 
 @pytest.mark.parametrize(("layout", "ids"), combinations(LAYOUTS, [[2, 0, 1], [1, 1]]))
 def test_blocks_are_gathered_from_another_cache_with_the_digests_of_packing(layout: Layout, ids: list[int]) -> None:
-    shape, dtype, layers, heads = layout
+    shape, dtype, layers, _ = layout
+    heads = (0, shape[3])
     source, target = _cache((shape[0] + 2, *shape[1:]), dtype), _cache(shape, dtype, seed=1)
     before, sources, targets = source.clone(), torch.tensor(ids, device=DEVICE), torch.arange(len(ids), device=DEVICE)
     size = reference.SliceLayout.of(target, layers, heads).packed_bytes
@@ -96,15 +97,21 @@ def test_blocks_are_gathered_from_another_cache_with_the_digests_of_packing(layo
     packed = torch.empty(len(ids), size, dtype=torch.uint8, device=DEVICE)
     expected, digests = target.clone(), reference.pack(source, sources, packed, keys, layers=layers, heads=heads)
     reference.unpack(packed, expected, targets, keys, layers=layers, heads=heads)
+    # Filled, with a margin: shows sums that are not written, or are written beyond the end.
+    margin = torch.full((blocks.num_sums(target, len(ids), layers) + 1,), -7, device=DEVICE)
+    here = blocks.Blocks(source, sources)
 
-    found = blocks.gather(
-        blocks.Blocks(source, sources), blocks.Blocks(target, targets), keys, layers=layers, heads=heads
-    )
+    blocks.gather(here, blocks.Blocks(target, targets), keys, margin[:-1], layers=layers)
 
-    assert torch.equal(found, digests)
+    assert margin[-1] == -7
+    first_keys = reference.digest_keys(KEY, 0, torch.device("cpu"))
+    assert torch.equal(blocks.digests_of_sums(margin[:-1].cpu(), len(ids), first_keys, size), digests.cpu())
     assert torch.equal(_bits(target), _bits(expected))
     assert torch.equal(_bits(source), _bits(before))
-    assert torch.equal(blocks.digest(blocks.Blocks(source, sources), keys, layers=layers, heads=heads), digests)
+    gathered = margin.clone()
+    margin[:-1] = 0
+    blocks.digest(here, keys, margin[:-1], layers=layers)
+    assert torch.equal(margin, gathered)
     assert torch.equal(_bits(source), _bits(before))
 
 

@@ -30,7 +30,7 @@ def test_every_kernel_compiles_for_a_hopper_gpu(tmp_path: Path) -> None:
     )
     assert out.returncode == 0, out.stdout + out.stderr
     for kernel in (
-        "_move_kernel",
+        "move_kernel",
         "_linear_kernel",
         "decode_kernel",
         "combine_kernel",
