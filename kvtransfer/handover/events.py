@@ -78,10 +78,10 @@ class TimePassed:
 # Events of the prefill side.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendStarted:
-    """A run of messages, whose bytes have these digests, is about to be handed to the transport."""
+    """A run of `count` messages is about to be handed to the transport."""
 
     index: int
-    digests: tuple[bytes, ...]
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

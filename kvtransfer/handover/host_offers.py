@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kernels.cpu.digest import Blocks, can_digest, digest_blocks
 from kvtransfer.handover.digest import DIGEST_BYTES, MessageDigest
 from kvtransfer.handover.layer_groups import span_of
-from kvtransfer.handover.memory import Bundle, MessageSpec
+from kvtransfer.handover.memory import Bundle, Digests, MessageSpec
 from kvtransfer.transport import Buffer
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
@@ -27,8 +27,20 @@ Starts = npt.NDArray[np.int64]
 _YIELD_BYTES = 4 << 20
 
 
+class _Found:
+    """Implements `Digests`."""
+
+    def __init__(self, digests: list[bytes]) -> None:
+        self._digests = digests
+
+    async def found(self) -> list[bytes]:
+        return self._digests
+
+
 class HostOffers:
     """Implements `OfferedMemory` for bundles of one block. Copies are made by a thread, in order."""
+
+    run_bytes = (2 << 20, 16 << 20)
 
     def __init__(self, memory: Buffer, layout: KvLayout, shared: SharedMemory | None) -> None:
         """`memory`: as that of `InPlaceMemory`. Raises: SetupError."""
@@ -50,13 +62,16 @@ class HostOffers:
     def starts(self, bundles: Sequence[Bundle], spec: MessageSpec) -> Starts:
         return self._starts(bundles, spec) + self._start
 
-    async def digests(self, bundles: Sequence[Bundle], spec: MessageSpec) -> list[bytes]:
+    async def computed(self, spec: MessageSpec) -> None:
+        assert spec.after is None, "blocks in host memory are computed before they are reported"
+
+    async def digests(self, bundles: Sequence[Bundle], spec: MessageSpec) -> Digests:
         starts, num_bytes, found = self._starts(bundles, spec), self.block_bytes(spec), list[bytes]()
         at_once = max(1, _YIELD_BYTES // num_bytes)
         for first in range(0, len(starts), at_once):
             found += _digests(Blocks(self._memory, starts[first : first + at_once]), num_bytes, spec.digest)
             await asyncio.sleep(0)
-        return found
+        return _Found(found)
 
     async def pull(self, source: Buffer, starts: Starts, bundles: Sequence[Bundle], spec: MessageSpec) -> list[bytes]:
         blocks, into = Blocks(source, starts), Blocks(self._memory, self._starts(bundles, spec))

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvtransfer.handover import transfer_errors
 from kvtransfer.handover.digest import MessageDigest
 from kvtransfer.handover.events import MessageLanded, MessageLost, MessagesReceived, ReceiveEvent
 from kvtransfer.handover.memory import BlockMemory, Bundle, MessageSpec
@@ -18,7 +19,7 @@ from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport import Buffer, Operation, Transport
 from kvtransfer.transport.local.offer import Offer
 from kvtransfer.transport.offers import IncomingOffer
-from pdserve.base.errors import PdserveError, PeerLost, TransferError
+from pdserve.base.errors import PdserveError, TransferError
 from pdserve.base.logs import get_logger
 from pdserve.base.tasks import ServiceGroup
 
@@ -204,8 +205,7 @@ class IncomingMessages:
             self._on(MessagesReceived(index=index, digests=(receive.digest,)))
 
     def _on_lost(self, index: int, error: PdserveError) -> None:
-        lost = error if isinstance(error, TransferError) else PeerLost(str(error))
-        self._on(MessageLost(index=index, error=lost))
+        self._on(MessageLost(index=index, error=transfer_errors.of_transport(error)))
 
     async def _store(self) -> None:
         """Stores until nothing is left. Messages of a group that land during a copy are copied together later."""

@@ -39,6 +39,13 @@ class MessageSpec:
     after: DeviceEvent | None = None
 
 
+class Digests(Protocol):
+    """Digests of messages that a device still computes, perhaps."""
+
+    async def found(self) -> list[bytes]:
+        """The digests, in the order of the messages. Raises: TransferError."""
+
+
 class OfferedMemory(Protocol):
     """Blocks that processes of the same host copy from each other, without sending them. Belongs to one event loop."""
 
@@ -46,14 +53,21 @@ class OfferedMemory(Protocol):
     def shared(self) -> SharedMemory | None:
         """The memory in which the blocks are offered; None: they can only be copied into."""
 
+    @property
+    def run_bytes(self) -> tuple[int, int]:
+        """Bytes that are best offered together: at first, so that the receiver starts soon, and at most."""
+
     def block_bytes(self, spec: MessageSpec) -> int:
         """Bytes that a block has in the messages that `spec` describes."""
 
     def starts(self, bundles: Sequence[Bundle], spec: MessageSpec) -> npt.NDArray[np.int64]:
         """Where they begin in `shared`, for each block of the bundles in order: int64 [blocks]."""
 
-    async def digests(self, bundles: Sequence[Bundle], spec: MessageSpec) -> list[bytes]:
-        """The digests of the bundles' messages."""
+    async def computed(self, spec: MessageSpec) -> None:
+        """Returns when the blocks hold the layers: after `spec.after`."""
+
+    async def digests(self, bundles: Sequence[Bundle], spec: MessageSpec) -> Digests:
+        """Starts to compute the digests of the bundles' messages, which were offered. Raises: TransferError."""
 
     async def pull(
         self, source: Buffer, starts: npt.NDArray[np.int64], bundles: Sequence[Bundle], spec: MessageSpec

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from kvtransfer.handover import transfer_errors
 from kvtransfer.handover.digest import MessageDigest
 from kvtransfer.handover.events import (
     Aborted,
@@ -24,12 +25,12 @@ from kvtransfer.handover.events import (
 )
 from kvtransfer.handover.memory import Bundle, MessageSpec
 from kvtransfer.handover.send_machine import SendMachine
-from kvtransfer.handover.send_path import SendPath, SendStats, offered_runs
+from kvtransfer.handover.send_path import SendPath, SendStats, SentDigests, offered_runs
 from kvtransfer.handover.ticket import Commit, Ticket, signed_commit
 from kvtransfer.transport import Buffer, LocalTransports, Operation
 from kvtransfer.transport.local.offer import Offer
 from pdserve.base.device_event import DeviceEvent
-from pdserve.base.errors import PdserveError, PeerLost, TransferError
+from pdserve.base.errors import PdserveError
 from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.tasks import run_to_completion
 
@@ -59,6 +60,7 @@ class OutgoingTransfer:
         self._num_offers = 0
         self._digest = MessageDigest(ticket.key)
         self._groups = ticket.groups
+        self._digests = SentDigests(ticket.shape.num_messages)
         self._sent_bytes = 0
         #: Waits for this worker's own memory, which other transfers hold: the peer does not cause the delay.
         self.waits_for_memory = False
@@ -136,11 +138,12 @@ class OutgoingTransfer:
         The commit goes out at once: the decode worker waits for the messages it overtakes.
         Raises: what `commit` raises; TransferTimeout when the lease ended, PeerLost.
         """
+        digests = await self._digests.found()
         self._advance(AllSent())
         message = signed_commit(
             self._ticket,
             request_id=self._request_id,
-            digests=self._machine.digests,
+            digests=digests,
             first_tokens=tuple(first_tokens),
         )
         try:
@@ -195,8 +198,8 @@ class OutgoingTransfer:
             buffer = buffers[0]
             message = buffer[self._groups.span(group, len(bundle))]
             index = self._next_index(group)
-            digest = digests[position] if digests else self._digest(message)
-            self._advance(SendStarted(index=index, digests=(digest,)))
+            self._digests.add(index, digests[position] if digests else self._digest(message))
+            self._advance(SendStarted(index=index))
             send = self._transport.post_send(self._peer, self._ticket.tag(index), message)
             send.add_done_callback(partial(self._on_sent, index, buffer))
             del buffers[0]
@@ -208,33 +211,32 @@ class OutgoingTransfer:
     async def _offer_all(
         self, local: LocalTransports, bundles: Sequence[Bundle], group: int, spec: MessageSpec
     ) -> None:
-        """Offers the bundles' messages. Digests of later ones are found while the receiver copies earlier ones."""
+        """Offers the bundles' messages, whose digests are computed while the receiver copies them."""
         memory = self._memory.offers
         assert memory is not None
         assert memory.shared is not None
-        block_bytes = memory.block_bytes(spec)
-        for run in offered_runs(bundles, block_bytes * self._ticket.bundle_blocks):
-            digests = await memory.digests(run, spec)
+        block_bytes, step = memory.block_bytes(spec), self._ticket.shape.indices_of(group).step
+        await memory.computed(spec)
+        for run in offered_runs(bundles, block_bytes * self._ticket.bundle_blocks, memory.run_bytes):
             while self._num_offers >= _MAX_OFFERS and not self._stopped.done():
                 await self._change()
             index = self._next_index(group)
             offer = Offer(
                 first_tag=self._ticket.tag(index),
-                tag_step=self._ticket.shape.indices_of(group).step,
+                tag_step=step,
                 num_messages=len(run),
                 block_bytes=block_bytes,
                 starts=memory.starts(run, spec),
             )
-            self._advance(SendStarted(index=index, digests=tuple(digests)))
+            self._advance(SendStarted(index=index, count=len(run)))
             self._num_offers += 1
             operation = local.offer(self._peer, memory.shared, offer)
             operation.add_done_callback(partial(self._on_offer_ended, index, offer))
+            self._digests.add_later(range(index, index + len(run) * step, step), await memory.digests(run, spec))
 
     def _on_offer_ended(self, index: int, offer: Offer, operation: Operation) -> None:
         self._num_offers -= 1
-        self._on_done(
-            SendDone(index=index, count=offer.num_messages, error=_transfer_error(operation)), offer.num_bytes
-        )
+        self._on_done(index, offer.num_messages, offer.num_bytes, operation.error)
 
     def _next_index(self, group: int) -> int:
         index = self._machine.next_index(group)
@@ -243,12 +245,13 @@ class OutgoingTransfer:
 
     def _on_sent(self, index: int, buffer: Buffer, send: Operation) -> None:
         self._memory.give_back(buffer)
-        self._on_done(SendDone(index=index, error=_transfer_error(send)), send.buffer.nbytes)
+        self._on_done(index, 1, send.buffer.nbytes, send.error)
 
-    def _on_done(self, done: SendDone, num_bytes: int) -> None:
-        if done.error is None:
+    def _on_done(self, index: int, count: int, num_bytes: int, error: PdserveError | None) -> None:
+        if error is None:
             self._sent_bytes += num_bytes
-        self._handle(done)
+        of_transfer = None if error is None else transfer_errors.of_transport(error)
+        self._handle(SendDone(index=index, count=count, error=of_transfer))
 
     async def _until_stopped(self, commit: Awaitable[T]) -> T:
         try:
@@ -293,8 +296,3 @@ class OutgoingTransfer:
     async def _change(self) -> None:
         self._changed.clear()
         await self._changed.wait()
-
-
-def _transfer_error(operation: Operation) -> TransferError | None:
-    error = operation.error
-    return error if error is None or isinstance(error, TransferError) else PeerLost(str(error))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from itertools import chain
 
 from kvtransfer.handover import transfer_errors
 from kvtransfer.handover.events import (
@@ -95,8 +94,8 @@ class SendMachine(TransferMachine[SendState, SendEvent, SendEffect]):
         self.wire_time = WireTime()
         self._shape = shape
         self._lease_s = lease_s
-        #: Digests of the bundles' messages, for each layer group.
-        self._digests: list[list[bytes]] = [[] for _ in range(shape.num_layer_groups)]
+        #: Messages that were handed to the transport, for each layer group.
+        self._num_started = [0] * shape.num_layer_groups
         #: The messages of each layer group.
         self._indices = [shape.indices_of(layer_group) for layer_group in range(shape.num_layer_groups)]
         self._outstanding: set[int] = set()
@@ -113,18 +112,11 @@ class SendMachine(TransferMachine[SendState, SendEvent, SendEffect]):
     @property
     def num_unsent(self) -> int:
         """Messages that were not handed to the transport yet."""
-        return self._shape.num_messages - sum(map(len, self._digests))
-
-    @property
-    def digests(self) -> tuple[bytes, ...]:
-        """Digests of all messages, for the commit."""
-        segments = self._shape.segments
-        by_segment = (self._digests[p.first_layer_group : p.first_layer_group + p.layer_groups] for p in segments)
-        return tuple(chain.from_iterable(chain.from_iterable(zip(*digests, strict=True)) for digests in by_segment))
+        return self._shape.num_messages - sum(self._num_started)
 
     def next_index(self, group: int) -> int | None:
         """The message of a layer group that is sent next; None: all are sent."""
-        num_started, indices = len(self._digests[group]), self._indices[group]
+        num_started, indices = self._num_started[group], self._indices[group]
         return indices[num_started] if num_started < len(indices) else None
 
     def _dispatch(self, event: SendEvent, now: float) -> list[SendEffect]:
@@ -149,10 +141,10 @@ class SendMachine(TransferMachine[SendState, SendEvent, SendEffect]):
             return self._expire()
         group = self._shape.layer_group_of(event.index)
         expected = self.next_index(group)
-        indices = self._shape.run(event.index, len(event.digests))
-        if event.index != expected or len(indices) < len(event.digests):
+        indices = self._shape.run(event.index, event.count)
+        if event.index != expected or len(indices) < event.count:
             raise transfer_errors.out_of_order(event.index, expected, self._shape)
-        self._digests[group] += event.digests
+        self._num_started[group] += event.count
         self._outstanding.update(indices)
         self.wire_time.started(now, len(indices))
         return []

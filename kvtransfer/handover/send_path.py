@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtransfer.handover.memory import BlockMemory, Bundle
+from kvtransfer.handover.memory import BlockMemory, Bundle, Digests
 from kvtransfer.transport import LocalTransports, Peer, Transport
 from kvtransfer.transport.local.offer import MAX_BLOCKS
-
-#: Bytes offered at once: few at first, so that the receiver starts soon, then so many that an offer costs little.
-_FIRST_OFFER_BYTES, _MAX_OFFER_BYTES = 2 << 20, 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +36,40 @@ class SendPath:
     local: LocalTransports | None = None
 
 
-def offered_runs(bundles: Sequence[Bundle], bundle_bytes: int) -> Iterator[Sequence[Bundle]]:
-    """Cuts bundles, whose messages have so many bytes, into those that are offered together."""
-    first, num_bytes = 0, _FIRST_OFFER_BYTES
+class SentDigests:
+    """The digests of a transfer's messages, for its commit."""
+
+    def __init__(self, num_messages: int) -> None:
+        self._digests = [b""] * num_messages
+        #: Messages whose digests are still computed.
+        self._waiting: list[tuple[range, Digests]] = []
+
+    def add(self, index: int, digest: bytes) -> None:
+        """The digest of a message."""
+        self._digests[index] = digest
+
+    def add_later(self, indices: range, digests: Digests) -> None:
+        """Digests of several messages."""
+        self._waiting.append((indices, digests))
+
+    async def found(self) -> tuple[bytes, ...]:
+        """All digests, in the order of the messages. Raises: TransferError."""
+        for indices, digests in self._waiting:
+            self._digests[indices.start : indices.stop : indices.step] = await digests.found()
+        self._waiting.clear()
+        return tuple(self._digests)
+
+
+def offered_runs(
+    bundles: Sequence[Bundle], bundle_bytes: int, run_bytes: tuple[int, int]
+) -> Iterator[Sequence[Bundle]]:
+    """Cuts bundles, whose messages have so many bytes, into those that are offered together.
+
+    `run_bytes`: as `OfferedMemory.run_bytes`. Each run is twice as large as the one before, up to the largest.
+    """
+    max_bundles = max(1, MAX_BLOCKS // max(map(len, bundles), default=1))
+    first, (num_bytes, max_bytes) = 0, run_bytes
     while first < len(bundles):
-        run = bundles[first : first + max(1, min(num_bytes // bundle_bytes, MAX_BLOCKS))]
+        run = bundles[first : first + max(1, min(num_bytes // bundle_bytes, max_bundles))]
         yield run
-        first, num_bytes = first + len(run), min(2 * num_bytes, _MAX_OFFER_BYTES)
+        first, num_bytes = first + len(run), min(2 * num_bytes, max_bytes)

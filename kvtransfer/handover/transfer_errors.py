@@ -8,6 +8,7 @@ from kvtransfer.handover.layer_groups import TransferShape
 from pdserve.base.errors import (
     DigestMismatch,
     InvalidTransition,
+    PdserveError,
     PeerLost,
     StaleAttempt,
     StaleEpoch,
@@ -19,6 +20,11 @@ from pdserve.base.ids import RequestId, WorkerId
 
 
 # Both sides.
+def of_transport(error: PdserveError) -> TransferError:
+    """What the failure of a message means for its transfer."""
+    return error if isinstance(error, TransferError) else PeerLost(str(error))
+
+
 def lease_over(lease_s: float, num_through: int, shape: TransferShape) -> TransferTimeout:
     """No sign of progress for a whole lease."""
     error = TransferTimeout(f"The lease ended: no progress for {lease_s:g} s, {num_through} of {shape} had arrived.")

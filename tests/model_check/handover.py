@@ -241,7 +241,7 @@ class HandoverWorld:
         assert index is not None
         if content == b"bad":
             self._spend("damages")
-        self._to_sender(at, events.SendStarted(index=index, digests=(b"good",)))
+        self._to_sender(at, events.SendStarted(index=index))
         if transfer.send.state is SendState.SENDING:
             transfer.wire += (_Message(index, content),)
 

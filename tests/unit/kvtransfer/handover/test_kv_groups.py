@@ -80,8 +80,7 @@ async def test_a_wrong_byte_in_the_second_group_is_found() -> None:
         ):
             pusher.stored((FULL, WINDOWED), NUM_TOKENS)
             await pusher.drained()
-            last = len(transfer._machine._digests) - 1
-            transfer._machine._digests[last][-1] = bytes(16)
+            transfer._digests.add(ticket.shape.num_messages - 1, bytes(16))
             with pytest.raises(DigestMismatch, match="1 of 14 layer groups of 7 blocks are not what was sent"):
                 await transfer.finish([1], pair.receiver.commit)
 

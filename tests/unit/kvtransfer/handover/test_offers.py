@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvtransfer.handover import host_offers, send_path
+from kvtransfer.handover import host_offers
 from kvtransfer.handover.host_offers import HostOffers
 from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport.base import tag_base_of
@@ -68,8 +68,7 @@ async def test_blocks_are_offered_and_not_sent(layer_groups: int, monkeypatch: p
 
 
 async def test_two_offers_of_a_transfer_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(send_path, "_FIRST_OFFER_BYTES", LAYOUT.block_bytes)
-    monkeypatch.setattr(send_path, "_MAX_OFFER_BYTES", 2 * LAYOUT.block_bytes)
+    monkeypatch.setattr(HostOffers, "run_bytes", (LAYOUT.block_bytes, 2 * LAYOUT.block_bytes))
     async with worker_pair(is_local=True) as pair:
         ticket = await pair.grant([*range(8, 16)])
         async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
