@@ -135,7 +135,10 @@ async def run_to_completion(work: Awaitable[T]) -> T:
     if cancelled is not None:
         if not task.cancelled():
             task.exception()  # Retrieved, since the caller only sees the cancellation.
-        raise cancelled
+        try:
+            raise cancelled
+        finally:
+            cancelled = None  # Else it would keep what the callers' frames refer to until garbage is collected.
     return task.result()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
+import weakref
 from contextlib import nullcontext
 from itertools import pairwise
 
@@ -145,6 +147,29 @@ async def test_a_cancellation_waits_for_the_work_to_end() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended == [True]
+
+
+async def test_a_cancelled_caller_is_freed_without_a_garbage_collection() -> None:
+    """Else its frames would keep what they refer to, such as the memory of a process that is gone."""
+    may_end, memory = asyncio.Event(), set[int]()
+    is_freed = weakref.ref(memory)
+
+    async def use(memory: set[int]) -> None:
+        await run_to_completion(may_end.wait())
+
+    task = asyncio.create_task(use(memory))
+    del memory
+    await asyncio.sleep(0)
+    task.cancel()
+    may_end.set()
+    gc.disable()
+    try:
+        await asyncio.wait([task])
+        del task
+        await asyncio.sleep(0)
+        assert is_freed() is None
+    finally:
+        gc.enable()
 
 
 async def test_uninterrupted_work_returns_its_result_or_error() -> None:
