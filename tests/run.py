@@ -26,6 +26,8 @@ SIMULATED_GPU = (
     "tests/unit/kernels/triton/test_decoder.py::TestOnHardware",
     "tests/unit/worker/ranks/test_follower.py::TestOnHardware",
     "tests/unit/worker/kv_bytes/test_device_copies_on_device.py",
+    "tests/unit/worker/kv_bytes/test_device_offers.py",
+    "tests/integration/kvtransfer/handover/test_between_gpu_caches.py",
     "tests/integration/services/test_on_gpu.py",
 )
 #: Tests of real processes: they wait for each other more than they compute.

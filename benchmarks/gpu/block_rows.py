@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from benchmarks.gpu.handover import DEVICE, HOST, Case, Times, measure
+from benchmarks.gpu.handover import DEVICE, HOST, LOCAL, Case, Times, measure
 from benchmarks.gpu.rows import Finding, Measured, NotMeasured
 from benchmarks.gpu.setting import Setting
 from kernels.bench.inputs import BLOCK_SIZE
@@ -21,6 +21,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.worker.config import GPU_LAYER_GROUPS
 
 _KEY = bytes(range(16))
+_HOW = {LOCAL: "from cache to cache", DEVICE: "staged in device memory", HOST: "staged in host memory"}
 
 
 def moving(setting: Setting, how: Literal["pack", "unpack", "gather", "digest"]) -> Finding:
@@ -56,7 +57,7 @@ def moving(setting: Setting, how: Literal["pack", "unpack", "gather", "digest"])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Handovers:
-    """Times with the faster memory, and a description of both."""
+    """Times of the fastest way, and a description of all."""
 
     times: Times
     layout: KvLayout
@@ -109,21 +110,21 @@ def _case(setting: Setting, memory: str) -> Case:
 
 @cache
 def _handovers(setting: Setting) -> _Handovers:
-    """Measures staging in host and in device memory, and takes the faster one."""
+    """Measures copies from cache to cache, and staging in device and host memory, and takes the fastest."""
     times: dict[str, Times] = {}
     notes = []
-    for memory in (DEVICE, HOST):
+    for memory in (LOCAL, DEVICE, HOST):
         case = _case(setting, memory)
         layout, num_blocks = case.layout, case.num_blocks
         try:
             times[memory] = measure(case)
         except (RuntimeError, PdserveError) as error:
-            notes.append(f"{memory} memory failed: {error}")
+            notes.append(f"{_HOW[memory]} failed: {error}")
         else:
             rate = num_blocks * layout.block_bytes / statistics.median(times[memory].whole_ms) / 1e6
-            notes.append(f"{memory} memory {rate:.3g} GB/s")
+            notes.append(f"{_HOW[memory]} {rate:.3g} GB/s")
     if not times:
         raise RuntimeError("; ".join(notes))
     best = min(times, key=lambda memory: statistics.median(times[memory].whole_ms))
-    how = f"staged in {best} memory ({', '.join(notes)})"
+    how = f"{_HOW[best]} ({', '.join(notes)})"
     return _Handovers(times=times[best], layout=layout, num_blocks=num_blocks, how=how)

@@ -1,9 +1,9 @@
 """Handovers between two processes: complete ones, and the time left after the last layers are computed.
 
-    python -m benchmarks.gpu.handover FD TRANSPORT MEMORY BLOCKS ROUNDS DEVICE LAYOUT
+    python -m benchmarks.gpu.handover FD TRANSPORT MEMORY BLOCKS ROUNDS DEVICE DIRECTORY LAYOUT
 
-runs the receiving process, which the measuring one starts. Both use the workers' code: the protocol over UCX or NCCL,
-with digests and commit, and blocks staged in host or device memory.
+runs the receiving process, which the measuring one starts. Both use the workers' code: the protocol with digests and
+commit, over UCX or NCCL with blocks staged in host or device memory, or within the host from cache to cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -27,18 +28,23 @@ from kvtransfer.handover.reservation import ReceiverIdentity, Reservation
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.staging import best_bundle_blocks
 from kvtransfer.handover.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
-from kvtransfer.transport import Transport, open_transport
+from kvtransfer.transport import LocalTransports, Transport, open_transport
+from kvtransfer.transport.local.socket_directory import SocketDirectory
+from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.ids import BlockId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
 from pdserve.base.layout_wire import layout_from_record, layout_to_record
 from pdserve.base.tasks import service_group
+from pdserve.engine.gpu_identity import gpu_identity
 from pdserve.engine.kv_cache import KvCache
+from pdserve.peers.host_identity import own_host_identity
 from pdserve.v1 import decode_pb2
 from pdserve.worker.config import GPU_LAYER_GROUPS
 from pdserve.worker.kv_bytes.device_blocks import device_block_memory
-from pdserve.worker.kv_bytes.host_blocks import block_memory, staged
+from pdserve.worker.kv_bytes.host_blocks import block_memory, share_blocks, staged
 
-HOST, DEVICE = "host", "device"
+#: The memory that blocks pass through; LOCAL: none, the receiver copies them from the sender's cache.
+HOST, DEVICE, LOCAL = "host", "device", "local"
 #: The first rounds connect, compile, and touch memory for the first time.
 _WARM_UP_ROUNDS = 2
 #: Wait until all groups but the last have arrived, as they would while a model computes.
@@ -58,17 +64,20 @@ class Case:
     transport: str = "ucx"
     #: Device of the receiving process; None: the same device.
     peer_device: str | None = None
+    #: Where both processes meet if `memory` is LOCAL.
+    directory: str = ""
 
     def to_arguments(self) -> list[str]:
         """Command-line arguments of the peer's case."""
         device = self.peer_device or self.device
         numbers = [str(self.num_blocks), str(self.rounds)]
-        return [self.transport, self.memory, *numbers, device, json.dumps(layout_to_record(self.layout))]
+        layout = json.dumps(layout_to_record(self.layout))
+        return [self.transport, self.memory, *numbers, device, self.directory, layout]
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> Case:
         """Parses the arguments of `to_arguments`."""
-        transport, memory, num_blocks, rounds, device, layout = arguments
+        transport, memory, num_blocks, rounds, device, directory, layout = arguments
         return cls(
             layout=layout_from_record(layout.encode()),
             num_blocks=int(num_blocks),
@@ -76,18 +85,26 @@ class Case:
             device=device,
             memory=memory,
             transport=transport,
+            directory=directory,
         )
 
     def open_transport(self) -> Transport:
         """Opens the transport of this process."""
+        if self.memory == LOCAL:
+            gpu = torch.device(self.device).index or 0
+            return open_transport("ucx", local_sockets=SocketDirectory(Path(self.directory)), local_gpu=gpu)
         is_in_gpu = self.memory == DEVICE and self.device != "cpu"
         return open_transport(self.transport, device=self.device if is_in_gpu else None)
 
     def open_memory(self) -> tuple[KvCache, BlockMemory]:
         """A cache with all blocks, and staging memory for as many."""
-        cache = KvCache(self.layout, self.num_blocks, torch.device(self.device))
+        cache = KvCache(self.layout, self.num_blocks, torch.device(self.device), is_shared=self.memory == LOCAL)
         bundle_blocks = best_bundle_blocks(self.layout.block_bytes)
         size = -(-self.num_blocks // bundle_blocks) * bundle_blocks * self.layout.block_bytes
+        if self.memory == LOCAL:
+            if cache.shared is None:
+                raise RuntimeError("this GPU's memory cannot be shared between processes; the log says why")
+            return cache, block_memory(cache, bundle_blocks * self.layout.block_bytes)
         if self.memory == DEVICE:
             return cache, device_block_memory(cache, size)
         if self.device == "cpu":
@@ -107,6 +124,9 @@ class Times:
 
 def measure(case: Case) -> Times:
     """Measures a case. Raises `RuntimeError` with the last output of the receiving process when that fails."""
+    if case.memory == LOCAL and not case.directory:
+        with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # Paths of sockets are short.
+            return measure(replace(case, directory=directory))
     here, there = socket.socketpair()
     command = [sys.executable, "-m", "benchmarks.gpu.handover", str(there.fileno()), *case.to_arguments()]
     with (
@@ -138,6 +158,7 @@ async def _send(case: Case, stream: socket.socket) -> Times:
     cache, memory = case.open_memory()
     cache.tensor.view(torch.uint8).random_(0, 64)
     transport = case.open_transport()
+    share_blocks(cache, transport)
     sender = Sender(transport=transport, memory=memory, layout=case.layout)
     blocks = [BlockId(block) for block in range(case.num_blocks)]
 
@@ -171,14 +192,17 @@ async def _send(case: Case, stream: socket.socket) -> Times:
 
 async def _receive(case: Case, stream: socket.socket) -> None:
     link = Link(*await asyncio.open_connection(sock=stream))
-    _, memory = case.open_memory()
+    cache, memory = case.open_memory()
     transport = case.open_transport()
+    share_blocks(cache, transport)
+    await transport.listen()
     identity = ReceiverIdentity(
         worker_id=WorkerId("d"),
         epoch=new_epoch(),
         grpc_address="none:1",
         layout=case.layout,
         layer_groups=min(GPU_LAYER_GROUPS, case.layout.num_layers),
+        data_endpoint=_endpoint(case, transport),
     )
     reservation = Reservation(
         request_id=REQUEST,
@@ -198,6 +222,15 @@ async def _receive(case: Case, stream: socket.socket) -> None:
         await receiver.close()
     await transport.close()
     await link.close()
+
+
+def _endpoint(case: Case, transport: Transport) -> DataEndpoint | None:
+    """The receiver's end within the host; None: blocks are sent."""
+    if case.memory != LOCAL or not isinstance(transport, LocalTransports):
+        return None
+    gpu = gpu_identity(torch.device(case.device))
+    host, local = own_host_identity(), transport.local_address
+    return DataEndpoint(host=host, lanes=(), local=local, gpu=gpu.uuid, readable_gpus=gpu.readable)
 
 
 if __name__ == "__main__":

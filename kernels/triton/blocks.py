@@ -26,6 +26,8 @@ _TILE_WORDS = 512
 _TILES = 16
 _FEW_TILES = 4
 _ENOUGH_PROGRAMS = 1024
+#: Bytes from which they are not fewer.
+LARGE_BYTES = _ENOUGH_PROGRAMS * _TILES * _TILE_WORDS * 8
 #: Blocks of one program, which share each load of the key.
 _MAX_BLOCKS = 2
 _KEYS_PER_PROGRAM = 512

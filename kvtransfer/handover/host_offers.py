@@ -40,6 +40,7 @@ class _Found:
 class HostOffers:
     """Implements `OfferedMemory` for bundles of one block. Copies are made by a thread, in order."""
 
+    gpu = ""
     run_bytes = (2 << 20, 16 << 20)
 
     def __init__(self, memory: Buffer, layout: KvLayout, shared: SharedMemory | None) -> None:

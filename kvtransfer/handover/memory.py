@@ -16,7 +16,7 @@ from kvtransfer.transport import Buffer
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
-from pdserve.base.shared_memory import SharedMemory
+from pdserve.base.shared_memory import ShareableMemory
 
 #: Bytes of one transfer on the wire: enough to keep a fast wire busy, few enough that other transfers soon get a turn.
 #: Copies within a GPU are faster.
@@ -50,8 +50,12 @@ class OfferedMemory(Protocol):
     """Blocks that processes of the same host copy from each other, without sending them. Belongs to one event loop."""
 
     @property
-    def shared(self) -> SharedMemory | None:
+    def shared(self) -> ShareableMemory | None:
         """The memory in which the blocks are offered; None: they can only be copied into."""
+
+    @property
+    def gpu(self) -> str:
+        """UUID of the GPU that has the blocks; empty: they are in host memory."""
 
     @property
     def run_bytes(self) -> tuple[int, int]:

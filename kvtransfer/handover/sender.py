@@ -110,6 +110,8 @@ class Sender:
             return None
         if self._local is None or end is None or end.local is None or not self._local.reaches(end.local):
             return None
+        if not end.can_read(memory.offers.gpu):
+            return None
         is_refused = asyncio.get_running_loop().time() < self._refused_until.get(end.local, 0.0)
         return None if is_refused else end.local
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvtransfer.handover.digest import HOST_DIGEST
-from kvtransfer.handover.memory import DEVICE_WINDOW_BYTES, HOST_WINDOW_BYTES, Bundle, MessageSpec
+from kvtransfer.handover.memory import DEVICE_WINDOW_BYTES, HOST_WINDOW_BYTES, Bundle, MessageSpec, OfferedMemory
 from kvtransfer.transport import Buffer
 from pdserve.base.errors import NoFreeBlocks
 
@@ -52,13 +52,21 @@ class StagedMemory:
     """
 
     copies = True
-    offers = None
 
-    def __init__(self, copies: BlockCopies, stage: Buffer, block_bytes: int, bundle_blocks: int | None = None) -> None:
+    def __init__(
+        self,
+        copies: BlockCopies,
+        stage: Buffer,
+        block_bytes: int,
+        bundle_blocks: int | None = None,
+        offers: OfferedMemory | None = None,
+    ) -> None:
         """`stage`: uint8, memory to and from which a device copies fast; it is divided into slots of `block_bytes`.
 
-        `bundle_blocks` is by default `best_bundle_blocks`, which the stages of both workers must hold.
+        `bundle_blocks` is by default `best_bundle_blocks`, which the stages of both workers must hold. `offers`: the
+        blocks themselves, for processes of the host; they need no stage.
         """
+        self.offers = offers
         self._copies = copies
         self._stage = stage
         self._block_bytes = block_bytes

@@ -12,6 +12,7 @@ from pdserve.v1 import decode_pb2
 
 #: Limits on what a peer may claim.
 _MAX_LANES = 64
+_MAX_GPUS = 64
 _MAX_TEXT = 255
 
 
@@ -23,6 +24,8 @@ def endpoint_to_proto(endpoint: DataEndpoint) -> decode_pb2.DataEndpoint:
         device_memory=endpoint.device_memory,
         excluded_paths=sorted(endpoint.excluded_paths),
         local_address=b"" if endpoint.local is None else endpoint.local.pack(),
+        gpu=endpoint.gpu,
+        readable_gpus=sorted(endpoint.readable_gpus),
     )
 
 
@@ -30,11 +33,11 @@ def endpoint_from_proto(message: decode_pb2.DataEndpoint) -> DataEndpoint:
     """The endpoint of a ticket. Raises: RequestError when no worker could have it."""
     host = host_from_proto(message.host)
     lanes = tuple(message.lanes)
-    longest = max(map(len, (host.hostname, host.boot_id, *lanes)))
-    if len(lanes) > _MAX_LANES or longest > _MAX_TEXT:
+    longest = max(map(len, (host.hostname, host.boot_id, message.gpu, *lanes, *message.readable_gpus)))
+    if len(lanes) > _MAX_LANES or len(message.readable_gpus) > _MAX_GPUS or longest > _MAX_TEXT:
         raise RequestError(
-            f"Malformed transfer message: data_endpoint has {len(lanes)} lanes and texts of {longest} characters; "
-            f"at most {_MAX_LANES} and {_MAX_TEXT}."
+            f"Malformed transfer message: data_endpoint has {len(lanes)} lanes, {len(message.readable_gpus)} GPUs and "
+            f"texts of {longest} characters; at most {_MAX_LANES}, {_MAX_GPUS} and {_MAX_TEXT}."
         )
     local = None
     with suppress(PeerLost):  # A later release may write it in another way: then UCX is taken.
@@ -45,4 +48,6 @@ def endpoint_from_proto(message: decode_pb2.DataEndpoint) -> DataEndpoint:
         device_memory=message.device_memory,
         excluded_paths=frozenset(message.excluded_paths) & frozenset(PATHS),
         local=local,
+        gpu=message.gpu,
+        readable_gpus=frozenset(message.readable_gpus),
     )

@@ -43,24 +43,22 @@ def open_transport(
     device: str | None = None,
     guarded: bool = False,
     local_sockets: SocketDirectory | None = None,
+    local_gpu: int | None = None,
 ) -> Transport:
     """The transport of that name.
 
     `host` is the address at which peers reach this process, for transports that open a port. Buffers are in the memory
     of the GPU `device` ("cuda" or "cuda:1", for UCX and NCCL); None: in host memory. `guarded`: whether a
     `GuardedTransport` keeps strangers out. `local_sockets`: the directory in which processes of this host find each
-    other, to exchange messages through shared memory instead of UCX; None: they use UCX, too.
+    other, to copy blocks from each other instead of using UCX; None: they use UCX, too. `local_gpu`: the number of the
+    GPU that has this process's blocks; None: they are in host memory.
     Raises: SetupError when it is unknown, its library is not installed, or the machine lacks what it needs.
     """
     # Imported on use: the router imports kvtransfer without having ucxx or torch.
     try:
         if name == "ucx":
-            # Importing ucxx sets it too, but only after loading libucx, which by then has read it and warns.
-            set_default_variable("UCX_MEMTYPE_CACHE", "n")
-            from kvtransfer.transport.ucx import UcxTransport
-
-            ucx = UcxTransport(host=host, device_memory=device is not None, guarded=guarded)
-            return ucx if local_sockets is None else _with_local(ucx, local_sockets)
+            ucx = _open_ucx(host, device, guarded=guarded)
+            return ucx if local_sockets is None else _with_local(ucx, local_sockets, local_gpu)
         if name == "nccl":
             from kvtransfer.transport.torch_distributed.transport import TorchDistributedTransport
 
@@ -77,11 +75,19 @@ def open_transport(
     raise SetupError(f"There is no transport {name!r}. Use one of {', '.join(TRANSPORTS)}.")
 
 
-def _with_local(ucx: UcxTransport, sockets: SocketDirectory) -> Transport:
+def _open_ucx(host: str, device: str | None, *, guarded: bool) -> UcxTransport:
+    # Importing ucxx sets it too, but only after loading libucx, which by then has read it and warns.
+    set_default_variable("UCX_MEMTYPE_CACHE", "n")
+    from kvtransfer.transport.ucx import UcxTransport
+
+    return UcxTransport(host=host, device_memory=device is not None, guarded=guarded)
+
+
+def _with_local(ucx: UcxTransport, sockets: SocketDirectory, gpu: int | None) -> Transport:
     from kvtransfer.transport.local.exchange import LocalExchange
     from kvtransfer.transport.with_local import WithLocal
 
-    return WithLocal(ucx, LocalExchange(sockets))
+    return WithLocal(ucx, LocalExchange(sockets, gpu))
 
 
 def _pair_links(host: str, device: str | None) -> PairLinks:

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 from kvtransfer.transport.base import Buffer, Operation, Peer
 from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.local.offer import Offer
-from pdserve.base.shared_memory import SharedMemory
+from pdserve.base.shared_memory import ShareableMemory
 
 
 class IncomingOffer(Protocol):
@@ -37,11 +37,11 @@ class LocalTransports(Protocol):
         """Where processes of this host connect to; None: this process shares no memory with them."""
         ...
 
-    def share(self, memory: SharedMemory) -> None:
+    def share(self, memory: ShareableMemory) -> None:
         """Blocks of this memory may be offered to processes of this host."""
         ...
 
-    def unshare(self, memory: SharedMemory) -> None:
+    def unshare(self, memory: ShareableMemory) -> None:
         """Blocks of this memory are not offered any more."""
         ...
 
@@ -57,6 +57,6 @@ class LocalTransports(Protocol):
         """Connects within the host. Raises: PeerLost."""
         ...
 
-    def offer(self, peer: Peer, memory: SharedMemory, offer: Offer) -> Operation:
+    def offer(self, peer: Peer, memory: ShareableMemory, offer: Offer) -> Operation:
         """Offers blocks of shared memory to a local peer; done when it reads them no more. Never blocks."""
         ...

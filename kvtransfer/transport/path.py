@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtransfer.transport.local.address import LocalAddress
 from pdserve.observe.process_memory import scope_refuses
@@ -34,6 +34,18 @@ class DataEndpoint:
     excluded_paths: frozenset[str] = frozenset()
     #: Where it takes messages from its own host; None: nowhere.
     local: LocalAddress | None = None
+    #: UUID of the GPU that has its blocks; empty: they are in host memory.
+    gpu: str = ""
+    #: UUIDs of the GPUs whose memory that one can read.
+    readable_gpus: frozenset[str] = frozenset()
+
+    def can_read(self, gpu: str) -> bool:
+        """Whether it can copy blocks from the memory of a GPU of its host; empty: from host memory."""
+        return gpu in self.readable_gpus if gpu else not self.gpu
+
+    def with_host_memory(self) -> DataEndpoint:
+        """The endpoint of blocks in host memory in the same process."""
+        return replace(self, device_memory=False, gpu="", readable_gpus=frozenset())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +88,8 @@ def expected_path(own: DataEndpoint, peer: DataEndpoint) -> str:
     Within a host what counts is what their settings exclude: a library also offers no CMA where the kernel refuses it.
     """
     if own.host.shares_host_with(peer.host):
-        if own.local is not None and peer.local is not None and own.local.directory == peer.local.directory:
+        is_in_reach = own.local is not None and peer.local is not None and own.local.directory == peer.local.directory
+        if is_in_reach and peer.can_read(own.gpu):
             return LOCAL
         excluded = own.excluded_paths | peer.excluded_paths
         if own.device_memory and peer.device_memory and CUDA_IPC not in excluded:

@@ -13,7 +13,7 @@ from kvtransfer.transport.path import LOCAL
 from kvtransfer.transport.ucx import UcxTransport
 from pdserve.base.errors import SetupError
 from pdserve.base.logs import get_logger
-from pdserve.base.shared_memory import SharedMemory
+from pdserve.base.shared_memory import ShareableMemory
 
 log = get_logger(__name__)
 
@@ -40,11 +40,11 @@ class WithLocal:
         """Where processes of this host send to; None: this process shares no memory with them."""
         return self._local.address if self._local.has_memory else None
 
-    def share(self, memory: SharedMemory) -> None:
+    def share(self, memory: ShareableMemory) -> None:
         """Blocks of this memory may be offered to processes of this host."""
         self._local.share(memory)
 
-    def unshare(self, memory: SharedMemory) -> None:
+    def unshare(self, memory: ShareableMemory) -> None:
         """Blocks of this memory are not offered any more."""
         self._local.unshare(memory)
 
@@ -98,7 +98,7 @@ class WithLocal:
         """Sends over UCX."""
         return self._remote.post_send(peer, tag, buffer)
 
-    def offer(self, peer: Peer, memory: SharedMemory, offer: Offer) -> Operation:
+    def offer(self, peer: Peer, memory: ShareableMemory, offer: Offer) -> Operation:
         """Offers blocks within the host."""
         return self._local.offer(peer, memory, offer)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class DeviceEvent(Protocol):
@@ -10,3 +10,14 @@ class DeviceEvent(Protocol):
 
     def wait(self) -> None:
         """Makes later launches of the calling thread, on its current stream, start after the event. Does not block."""
+
+
+@runtime_checkable
+class HostVisibleEvent(DeviceEvent, Protocol):
+    """A device event that the host, too, can wait for."""
+
+    def query(self) -> bool:
+        """Whether it has occurred."""
+
+    def synchronize(self) -> None:
+        """Blocks the calling thread until it has occurred."""

@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 from contextlib import suppress
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +25,33 @@ _F_SEAL_FUTURE_WRITE = 0x10
 _SEALS_OF_READERS = fcntl.F_SEAL_SHRINK
 
 
+class ShareableMemory(Protocol):
+    """Memory of this process that others of its host can map."""
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether it is a GPU's: the host cannot access its bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+
+    @property
+    def bytes(self) -> Bytes:
+        """All of it: uint8 [num_bytes], writable."""
+
+    @property
+    def file(self) -> int:
+        """The descriptor by which it is mapped."""
+
+
 class SharedMemory:
-    """Bytes of this process, zero at first, allocated page by page when they are written to.
+    """Implements `ShareableMemory`: host memory, zero at first, allocated page by page when it is written to.
 
     The memory lives as long as anything has a view of `bytes`, here or in another process.
     """
+
+    is_on_gpu = False
 
     def __init__(self, num_bytes: int) -> None:
         """Raises `OSError` where the system has none, or the size cannot be mapped."""

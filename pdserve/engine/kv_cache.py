@@ -10,11 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pdserve.base.cuda_driver import CudaError
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import SetupError
+from pdserve.base.gpu_memory import GpuMemory
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
-from pdserve.base.shared_memory import SharedMemory, zeros
+from pdserve.base.logs import get_logger
+from pdserve.base.shared_memory import ShareableMemory, zeros
 
 _DTYPES = {
     "float32": torch.float32,
@@ -23,6 +26,8 @@ _DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
 }
 
+
+log = get_logger(__name__)
 
 ALL_LAYERS = slice(None)
 
@@ -37,7 +42,7 @@ class KvCache:
     """`tensor`: [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim] of the layout's dtype."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device, *, is_shared: bool = False) -> None:
-        """`is_shared`: on the CPU, other processes of the host can map the blocks, as `shared`.
+        """`is_shared`: other processes of the host can map the blocks, as `shared`, where the system lets them.
 
         Raises `SetupError` when the memory cannot be allocated, or the layout has several groups."""
         self.layout = layout
@@ -74,7 +79,7 @@ class KvCache:
         """An event after all that this thread has launched on the device; None: it is done. On the step thread."""
         if self._copies is None:
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = sleeping_event()
         event.record(torch.cuda.current_stream(self.tensor.device))
         return event
 
@@ -139,12 +144,27 @@ def _contiguous_pairs(to: torch.Tensor, source: torch.Tensor) -> list[tuple[torc
 
 def _zeros(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, is_shared: bool
-) -> tuple[torch.Tensor, SharedMemory | None]:
+) -> tuple[torch.Tensor, ShareableMemory | None]:
     """Like `torch.zeros`, but on the CPU the operating system provides zeroed pages at the first write.
 
     `torch.zeros` writes all pages at once. For 2 GiB that took up to 10 s at a worker's start on a virtual machine.
     """
-    if device.type != "cpu":
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type == "cpu":
+        flat, shared = zeros(num_bytes, is_shared=is_shared)
+        return torch.from_numpy(flat).view(dtype).view(shape), shared
+    on_gpu = _shared_on_gpu(num_bytes, device) if is_shared else None
+    if on_gpu is None:
         return torch.zeros(shape, dtype=dtype, device=device), None
-    flat, shared = zeros(math.prod(shape) * dtype.itemsize, is_shared=is_shared)
-    return torch.from_numpy(flat).view(dtype).view(shape), shared
+    memory = torch.as_tensor(on_gpu.bytes, device=device)[:num_bytes].zero_()
+    torch.cuda.synchronize(device)  # Other streams use it, too.
+    return memory.view(dtype).view(shape), on_gpu
+
+
+def _shared_on_gpu(num_bytes: int, device: torch.device) -> GpuMemory | None:
+    torch.cuda.empty_cache()  # CUDA does not know what torch has in reserve.
+    try:
+        return GpuMemory(torch.cuda.current_device() if device.index is None else device.index, num_bytes)
+    except CudaError as error:
+        log.warning("gpu_memory_not_shared", device=str(device), reason=error)
+        return None

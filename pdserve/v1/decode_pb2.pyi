@@ -777,10 +777,14 @@ class DataEndpoint(_message.Message):
     DEVICE_MEMORY_FIELD_NUMBER: _builtins.int
     EXCLUDED_PATHS_FIELD_NUMBER: _builtins.int
     LOCAL_ADDRESS_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
+    READABLE_GPUS_FIELD_NUMBER: _builtins.int
     device_memory: _builtins.bool
     """Blocks are in the memory of a GPU on their way."""
     local_address: _builtins.bytes
     """Where it takes messages from processes of its host, as kvtransfer/transport/local/address.py packs it. Empty: nowhere."""
+    gpu: _builtins.str
+    """UUID of the GPU that has its blocks. Empty: they are in host memory."""
     @_builtins.property
     def host(self) -> Global___HostIdentity: ...
     @_builtins.property
@@ -791,6 +795,10 @@ class DataEndpoint(_message.Message):
     def excluded_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Paths that the settings of its library exclude: cma, cuda_ipc."""
 
+    @_builtins.property
+    def readable_gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """UUIDs of the GPUs of its host whose memory that one can read."""
+
     def __init__(
         self,
         *,
@@ -799,10 +807,12 @@ class DataEndpoint(_message.Message):
         device_memory: _builtins.bool = ...,
         excluded_paths: _abc.Iterable[_builtins.str] | None = ...,
         local_address: _builtins.bytes = ...,
+        gpu: _builtins.str = ...,
+        readable_gpus: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "excluded_paths", b"excluded_paths", "host", b"host", "lanes", b"lanes", "local_address", b"local_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "excluded_paths", b"excluded_paths", "gpu", b"gpu", "host", b"host", "lanes", b"lanes", "local_address", b"local_address", "readable_gpus", b"readable_gpus"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -116,7 +116,7 @@ class WorkerConfig(ServiceOptions):
     transport: str = option("ucx", help="transport of KV blocks", choices=TRANSPORTS)
     local_sockets: str = option(
         "auto",
-        help="directory in which CPU workers of one host find each other, to hand blocks over through shared memory; "
+        help="directory in which workers of one host find each other, to hand blocks over through shared memory; "
         "auto: this user's; off: they use --transport",
         metavar="DIR",
     )
@@ -137,8 +137,7 @@ class WorkerConfig(ServiceOptions):
     @property
     def uses_local_sockets(self) -> bool:
         """Whether blocks are handed over through shared memory within the host, unless something is in the way."""
-        is_alone = self.device == "cpu" and self.tensor_parallel_size == 1
-        return is_alone and self.transport == "ucx" and self.local_sockets != "off"
+        return self.tensor_parallel_size == 1 and self.transport == "ucx" and self.local_sockets != "off"
 
     @property
     def model_dir(self) -> Path:

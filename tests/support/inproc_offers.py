@@ -10,7 +10,7 @@ from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.local.incoming_peer import OfferedBlocks
 from kvtransfer.transport.local.offer import Offer
 from pdserve.base.errors import PeerLost
-from pdserve.base.shared_memory import SharedMemory
+from pdserve.base.shared_memory import ShareableMemory
 
 _LISTENING: weakref.WeakValueDictionary[str, InprocWithOffers] = weakref.WeakValueDictionary()
 
@@ -41,10 +41,10 @@ class InprocWithOffers(InprocTransport):
         self.offers: list[Offer] = []
         _LISTENING[name] = self
 
-    def share(self, memory: SharedMemory) -> None:
+    def share(self, memory: ShareableMemory) -> None:
         """Everybody here sees all memory."""
 
-    def unshare(self, memory: SharedMemory) -> None:
+    def unshare(self, memory: ShareableMemory) -> None:
         """Nothing is mapped."""
 
     def reaches(self, address: LocalAddress) -> bool:
@@ -72,7 +72,7 @@ class InprocWithOffers(InprocTransport):
         super().dismiss(tag_base)
         self._inboxes.pop(tag_base, None)
 
-    def offer(self, peer: Peer, memory: SharedMemory, offer: Offer) -> Operation:
+    def offer(self, peer: Peer, memory: ShareableMemory, offer: Offer) -> Operation:
         assert isinstance(peer, LocalPeer)
         self.offers.append(offer)
         operation = peer.unfinished[offer.first_tag] = Operation(offer.first_tag, memory.bytes)

@@ -7,15 +7,16 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from kvtransfer.transport.base import Inbox, Operation, Peer, tag_base_of
+from kvtransfer.transport.base import Buffer, Inbox, Operation, Peer, tag_base_of
 from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.local.incoming_peer import IncomingPeer, OfferedBlocks
 from kvtransfer.transport.local.offer import Offer
 from kvtransfer.transport.local.outgoing_peer import LocalPeer
 from kvtransfer.transport.local.socket_directory import SocketDirectory
+from pdserve.base import gpu_memory, shared_memory
 from pdserve.base.errors import PeerLost, SetupError
 from pdserve.base.logs import get_logger
-from pdserve.base.shared_memory import SharedMemory
+from pdserve.base.shared_memory import ShareableMemory
 
 #: A peer that does not answer to a connection for so long is lost.
 _WELCOME_S = 2.0
@@ -29,12 +30,13 @@ log = get_logger(__name__)
 class LocalExchange:
     """The connections of one process. Belongs to the event loop."""
 
-    def __init__(self, directory: SocketDirectory) -> None:
-        """`directory`: where the sockets of this user's processes are."""
+    def __init__(self, directory: SocketDirectory, gpu: int | None = None) -> None:
+        """`directory`: where the sockets of this user's processes are. `gpu`: the device that reads others' memory."""
         self._directory = directory
+        self._gpu = gpu
         self._listener: socket.socket | None = None
         self._address: LocalAddress | None = None
-        self._memories: list[SharedMemory] = []
+        self._memories: list[ShareableMemory] = []
         self._peers: set[LocalPeer] = set()
         self._senders: set[IncomingPeer] = set()
         self._inboxes: dict[int, Inbox] = {}
@@ -43,11 +45,11 @@ class LocalExchange:
         self._unmaps = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-unmaps")
         self._loop = asyncio.get_running_loop()
 
-    def share(self, memory: SharedMemory) -> None:
+    def share(self, memory: ShareableMemory) -> None:
         """Blocks of this memory may be offered."""
         self._memories.append(memory)
 
-    def unshare(self, memory: SharedMemory) -> None:
+    def unshare(self, memory: ShareableMemory) -> None:
         """Connected peers unmap this memory."""
         self._memories.remove(memory)
         for peer in list(self._peers):  # One that has ended leaves meanwhile.
@@ -111,7 +113,7 @@ class LocalExchange:
         """Closes an inbox. Offers to it end at once from now on."""
         self._inboxes.pop(tag_base, None)
 
-    def offer(self, peer: Peer, memory: SharedMemory, offer: Offer) -> Operation:
+    def offer(self, peer: Peer, memory: ShareableMemory, offer: Offer) -> Operation:
         """Offers blocks of memory that was shared."""
         return _own(peer).offer(memory, offer)
 
@@ -149,8 +151,22 @@ class LocalExchange:
             self._loop.call_later(_NO_FILE_S, self._accept_again)
             return
         accepted.setblocking(False)
-        sender = IncomingPeer(accepted, self._address.token, self._on_offer, self._senders.discard, self._release)
+        sender = IncomingPeer(
+            accepted,
+            self._address.token,
+            self._on_offer,
+            on_end=self._senders.discard,
+            release=self._release,
+            map_memory=self._map,
+        )
         self._senders.add(sender)
+
+    def _map(self, file: int, num_bytes: int, *, is_on_gpu: bool) -> Buffer:
+        if not is_on_gpu:
+            return shared_memory.map_to_read(file, num_bytes)
+        if self._gpu is None:
+            raise ValueError("it shows memory of a GPU, and this worker has none")
+        return gpu_memory.map_to_read(self._gpu, file, num_bytes)
 
     def _accept_again(self) -> None:
         if self._listener is not None:

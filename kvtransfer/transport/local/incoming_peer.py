@@ -6,6 +6,7 @@ import hmac
 import os
 import socket
 from collections.abc import Callable
+from typing import Protocol
 
 from kvtransfer.transport.base import Buffer
 from kvtransfer.transport.local import packets
@@ -13,12 +14,19 @@ from kvtransfer.transport.local.offer import Offer
 from kvtransfer.transport.local.packet_socket import PacketSocket
 from kvtransfer.transport.local.socket_directory import user_of
 from pdserve.base.logs import get_logger
-from pdserve.base.shared_memory import map_to_read
 
 log = get_logger(__name__)
 
 #: Memories of one sender: its KV cache, and those of test transfers.
 _MAX_MEMORIES = 256
+
+
+class MapMemory(Protocol):
+    """Maps memory of another process to read it."""
+
+    def __call__(self, file: int, num_bytes: int, *, is_on_gpu: bool) -> Buffer:
+        """Maps the first bytes behind a descriptor. Raises: OSError, ValueError."""
+        ...
 
 
 class OfferedBlocks:
@@ -51,6 +59,7 @@ class IncomingPeer:
         on_offer: Callable[[OfferedBlocks], None],
         on_end: Callable[[IncomingPeer], None],
         release: Callable[[Callable[[], None]], None],
+        map_memory: MapMemory,
     ) -> None:
         """`on_end` is called once, when the connection has ended by itself.
 
@@ -61,6 +70,7 @@ class IncomingPeer:
         self._on_offer = on_offer
         self._on_end = on_end
         self._release = release
+        self._map_memory = map_memory
         #: Memories that have to be mapped before the sender is welcome; None: it is not known yet.
         self._num_missing: int | None = None
         self._memories: dict[int, Buffer] = {}
@@ -100,8 +110,8 @@ class IncomingPeer:
         if self._num_missing is None:
             self._num_missing = self._require_known(kind, body)
             self._welcome()
-        elif kind == packets.MEMORY:
-            self._map(*packets.read_memory(body), descriptor)
+        elif kind in (packets.MEMORY, packets.GPU_MEMORY):
+            self._map(*packets.read_memory(body), descriptor, is_on_gpu=kind == packets.GPU_MEMORY)
         elif self._num_missing:
             raise packets.Malformed
         elif kind == packets.OFFER:
@@ -113,12 +123,12 @@ class IncomingPeer:
         else:
             raise packets.Malformed
 
-    def _map(self, number: int, num_bytes: int, descriptor: int | None) -> None:
+    def _map(self, number: int, num_bytes: int, descriptor: int | None, *, is_on_gpu: bool) -> None:
         if descriptor is None:
             raise ValueError("its memory did not arrive: this process may have too many open files")
         if number in self._memories or len(self._memories) >= _MAX_MEMORIES:
             raise ValueError(f"it shows more than {_MAX_MEMORIES} memories, or one twice")
-        self._memories[number] = map_to_read(descriptor, num_bytes)
+        self._memories[number] = self._map_memory(descriptor, num_bytes, is_on_gpu=is_on_gpu)
         if self._num_missing:
             self._num_missing -= 1
             self._welcome()

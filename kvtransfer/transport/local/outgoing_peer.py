@@ -12,7 +12,7 @@ from kvtransfer.transport.local import packets
 from kvtransfer.transport.local.offer import Offer
 from kvtransfer.transport.local.packet_socket import PacketSocket
 from pdserve.base.errors import PeerLost
-from pdserve.base.shared_memory import SharedMemory
+from pdserve.base.shared_memory import ShareableMemory
 
 
 class LocalPeer:
@@ -22,7 +22,7 @@ class LocalPeer:
         self,
         connected: socket.socket,
         token: bytes,
-        memories: Sequence[SharedMemory],
+        memories: Sequence[ShareableMemory],
         on_end: Callable[[LocalPeer], None],
     ) -> None:
         """`memories`: those that the receiver maps before it accepts. `on_end` is called when the connection ends."""
@@ -33,7 +33,7 @@ class LocalPeer:
         #: Offers that have not ended, by their first tags.
         self._unfinished: dict[int, Operation] = {}
         #: Memory that the receiver knows, by number.
-        self._known: dict[SharedMemory, int] = {}
+        self._known: dict[ShareableMemory, int] = {}
         self._next_number = 0
         self._socket.send(packets.hello(token, len(memories)))
         for memory in memories:
@@ -44,7 +44,7 @@ class LocalPeer:
         """Whether offers are impossible."""
         return self._socket.is_closed
 
-    def offer(self, memory: SharedMemory, offer: Offer) -> Operation:
+    def offer(self, memory: ShareableMemory, offer: Offer) -> Operation:
         """Offers blocks in a memory, which the receiver maps if it does not know it."""
         operation = Operation(offer.first_tag, memory.bytes)
         if self.closed:
@@ -60,7 +60,7 @@ class LocalPeer:
             self.end(PeerLost(f"Blocks cannot be offered: {error}."))
         return operation
 
-    def forget(self, memory: SharedMemory) -> None:
+    def forget(self, memory: ShareableMemory) -> None:
         """The receiver may unmap the memory, of which it is offered nothing more."""
         if (number := self._known.pop(memory, None)) is not None:
             self._socket.send(packets.forget(number))
@@ -83,10 +83,10 @@ class LocalPeer:
         for operation in unfinished.values():
             operation.fail(reason)
 
-    def _show(self, memory: SharedMemory) -> int:
+    def _show(self, memory: ShareableMemory) -> int:
         number = self._known[memory] = self._next_number
         self._next_number += 1
-        self._socket.send(packets.memory(number, memory.num_bytes), memory.file)
+        self._socket.send(packets.memory(number, memory.num_bytes, is_on_gpu=memory.is_on_gpu), memory.file)
         return number
 
     def _on_packet(self, packet: bytes, descriptor: int | None) -> None:

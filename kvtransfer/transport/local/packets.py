@@ -2,7 +2,7 @@
 
 sender                           receiver
 HELLO token, count          ->
-MEMORY id, size, descriptor ->                  maps the memory
+MEMORY id, size, descriptor ->                  maps the memory; GPU_MEMORY: that of a GPU
                             <-   WELCOME        when the first `count` memories are mapped
 OFFER id, messages, starts  ->                  copies the messages' blocks into its own
                             <-   TAKEN tag      the sender may use the blocks of the offer with that first tag again
@@ -20,7 +20,7 @@ from kvtransfer.transport.local.address import TOKEN_BYTES
 from kvtransfer.transport.local.offer import MAX_BLOCKS, Offer
 
 #: First byte of each packet. A release that offers otherwise says HELLO with another byte, and is refused.
-HELLO, WELCOME, MEMORY, OFFER, TAKEN, FORGET = b"h", b"W", b"M", b"O", b"T", b"F"
+HELLO, WELCOME, MEMORY, GPU_MEMORY, OFFER, TAKEN, FORGET = b"h", b"W", b"M", b"G", b"O", b"T", b"F"
 
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
 _OFFER = struct.Struct("<IQIIQ")
@@ -78,9 +78,9 @@ def read_taken(body: bytes) -> int:
     return int(tag)
 
 
-def memory(number: int, num_bytes: int) -> bytes:
+def memory(number: int, num_bytes: int, *, is_on_gpu: bool) -> bytes:
     """The packet that comes with a descriptor of `num_bytes` of memory."""
-    return MEMORY + _MEMORY.pack(number, num_bytes)
+    return (GPU_MEMORY if is_on_gpu else MEMORY) + _MEMORY.pack(number, num_bytes)
 
 
 def read_memory(body: bytes) -> tuple[int, int]:

@@ -3,62 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from threading import Lock
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.triton import blocks as kernels
 from kvtransfer.handover.digest import DEVICE_DIGEST, MessageDigest
 from kvtransfer.handover.layer_groups import LayerGroups
-from kvtransfer.handover.memory import BlockMemory, Bundle, MessageSpec
+from kvtransfer.handover.memory import BlockMemory, Bundle, MessageSpec, OfferedMemory
 from kvtransfer.handover.staging import StagedMemory, best_bundle_blocks
 from kvtransfer.handover.ticket import KEY_BYTES
 from kvtransfer.transport import Buffer
 from pdserve.base.errors import SetupError, TransferError
+from pdserve.base.gpu_memory import GpuBytes
 from pdserve.base.ids import BlockId
 from pdserve.base.tasks import run_to_completion
 from pdserve.engine.kv_cache import KvCache, sleeping_event
 from pdserve.worker.config import GPU_LAYER_GROUPS
+from pdserve.worker.kv_bytes.device_offers import offers_on_gpu
+from pdserve.worker.kv_bytes.digest_keys import LAUNCHING, DigestKeys
 from pdserve.worker.kv_bytes.stage import Stage, stage_bytes
 
-#: Number of recent transfers whose expanded digest keys are kept. Each key is as large as a block.
+#: Recent transfers whose digest keys are kept.
 _KEPT_KEYS = 8
 
-#: Serializes launches from the threads of concurrent transfers: Triton's interpreter has only one grid.
-_LAUNCHING = Lock()
-
 Move = Callable[[Tensor, Tensor, Tensor, tuple[int, int]], Tensor]
-
-
-class DeviceBytes:
-    """A range of GPU memory as a transport's `Buffer`. The host cannot access its bytes."""
-
-    ndim = 1
-    dtype = np.dtype(np.uint8)
-
-    def __init__(self, memory: Tensor) -> None:
-        """`memory`: uint8 [n], contiguous; kept alive."""
-        self._memory = memory
-        self.nbytes = memory.nbytes
-        #: Version 3 of the interface. Without a stream: the memory is ready when it is handed out.
-        self.__cuda_array_interface__ = {
-            "shape": (self.nbytes,),
-            "typestr": "|u1",
-            "data": (memory.data_ptr(), False),
-            "version": 3,
-        }
-
-    def __len__(self) -> int:
-        return self.nbytes
-
-    def __getitem__(self, span: slice) -> DeviceBytes:
-        return DeviceBytes(self._memory[span])
 
 
 class DeviceCopies:
@@ -74,7 +46,7 @@ class DeviceCopies:
         on_gpu = self._device.type == "cuda"
         # A stream of its own: copies do not wait for running steps, and slow them down only by their memory traffic.
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._keys: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._keys = DigestKeys(self._device, _KEPT_KEYS)
 
     async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
         return await run_to_completion(asyncio.to_thread(self._move, self._pack, bundles, slots, spec))
@@ -106,10 +78,10 @@ class DeviceCopies:
         layers = (spec.layers.start, spec.layers.stop)
         if self._stream is not None:
             torch.cuda.set_device(self._device)  # A new thread starts with the first GPU.
-        with _LAUNCHING, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with LAUNCHING, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if spec.after is not None:
                 spec.after.wait()
-            keys = self._keys_of(spec.digest.device_key)
+            keys = self._keys.of(spec.digest.device_key).on_device(self._cache.layout.block_bytes)
             digests = []
             for bundle, slot in zip(bundles, slots, strict=True):
                 ids = torch.tensor(bundle).to(self._device, non_blocking=True)
@@ -128,16 +100,6 @@ class DeviceCopies:
         heads = (0, self._cache.layout.only_group.num_kv_heads)
         return kernels.unpack(message, self._cache.tensor, ids, keys, layers=layers, heads=heads)
 
-    def _keys_of(self, key: bytes) -> Tensor:
-        keys = self._keys.get(key)
-        if keys is None:
-            keys = kernels.digest_keys(key, self._cache.layout.block_bytes, self._device)
-            self._keys[key] = keys
-            if len(self._keys) > _KEPT_KEYS:
-                self._keys.popitem(last=False)
-        self._keys.move_to_end(key)
-        return keys
-
     def warm_up(self) -> None:
         """Packs blocks and unpacks them again unchanged, so that no request pays for compiling. Takes some seconds."""
         num_layers = self._cache.layout.num_layers
@@ -154,13 +116,17 @@ def device_block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
     """Block memory whose stage is on the GPU that computes. Raises `SetupError` when that stage cannot be allocated."""
     stage = device_stage(kv_cache, stage_bytes(kv_cache.layout, staging_bytes))
     DeviceCopies(kv_cache, stage).warm_up()
-    return staged_on_device(kv_cache, stage)
+    return staged_on_device(kv_cache, stage, offers=offers_on_gpu(kv_cache))
 
 
-def staged_on_device(kv_cache: KvCache, stage: Tensor, bundle_blocks: int | None = None) -> StagedMemory:
+def staged_on_device(
+    kv_cache: KvCache, stage: Tensor, bundle_blocks: int | None = None, offers: OfferedMemory | None = None
+) -> StagedMemory:
     """Block memory whose stage is `stage`, uint8 on the cache's device."""
-    buffer: Buffer = stage.numpy() if stage.device.type == "cpu" else cast(Buffer, DeviceBytes(stage))
-    return StagedMemory(DeviceCopies(kv_cache, stage), buffer, kv_cache.layout.block_bytes, bundle_blocks)
+    buffer: Buffer = (
+        stage.numpy() if stage.device.type == "cpu" else cast(Buffer, GpuBytes(stage.data_ptr(), stage.nbytes, stage))
+    )
+    return StagedMemory(DeviceCopies(kv_cache, stage), buffer, kv_cache.layout.block_bytes, bundle_blocks, offers)
 
 
 def device_stage(kv_cache: KvCache, size: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvtransfer.handover.digest import HOST_DIGEST
 from kvtransfer.handover.host_offers import HostOffers
-from kvtransfer.handover.memory import BlockMemory, Bundle, InPlaceMemory, MessageSpec
+from kvtransfer.handover.memory import BlockMemory, Bundle, InPlaceMemory, MessageSpec, OfferedMemory
 from kvtransfer.handover.staging import StagedMemory
 from kvtransfer.transport import Buffer, LocalTransports, Transport
 from pdserve.base.errors import SetupError
@@ -54,11 +54,22 @@ def _all_blocks(bundles: Sequence[Bundle]) -> list[BlockId]:
     return [block_id for bundle in bundles for block_id in bundle]
 
 
-def block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
-    """The cache as transports see it. Raises `SetupError` when the stage is too small or cannot be allocated."""
+def block_memory(kv_cache: KvCache, staging_bytes: int, *, is_on_device: bool = False) -> BlockMemory:
+    """The cache as transports see it. `is_on_device`: its stage is in the memory of the GPU, too.
+
+    Raises `SetupError` when the stage is too small or cannot be allocated.
+    """
     if kv_cache.memory is not None:
+        assert kv_cache.shared is None or isinstance(kv_cache.shared, SharedMemory)
         return in_place(kv_cache.memory, kv_cache.layout, kv_cache.shared)
-    return staged(kv_cache, pinned_stage(kv_cache.layout, staging_bytes))
+    # Imported on use: Triton takes a second.
+    from pdserve.worker.kv_bytes.device_blocks import device_block_memory
+    from pdserve.worker.kv_bytes.device_offers import offers_on_gpu
+
+    if is_on_device:
+        return device_block_memory(kv_cache, staging_bytes)
+
+    return staged(kv_cache, pinned_stage(kv_cache.layout, staging_bytes), offers=offers_on_gpu(kv_cache))
 
 
 def in_place(memory: Buffer, layout: KvLayout, shared: SharedMemory | None) -> InPlaceMemory:
@@ -72,11 +83,13 @@ def share_blocks(kv_cache: KvCache, transport: Transport) -> None:
         transport.share(kv_cache.shared)
 
 
-def staged(kv_cache: KvCache, memory: Tensor, bundle_blocks: int | None = None) -> StagedMemory:
+def staged(
+    kv_cache: KvCache, memory: Tensor, bundle_blocks: int | None = None, offers: OfferedMemory | None = None
+) -> StagedMemory:
     """Block memory whose stage is `memory`, uint8 in host memory."""
     layout = kv_cache.layout
     copies = CacheCopies(kv_cache, Stage(memory, layout, kv_cache.tensor.dtype))
-    return StagedMemory(copies, memory.numpy(), layout.block_bytes, bundle_blocks)
+    return StagedMemory(copies, memory.numpy(), layout.block_bytes, bundle_blocks, offers)
 
 
 def pinned_stage(layout: KvLayout, staging_bytes: int) -> Tensor:

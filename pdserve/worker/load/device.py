@@ -61,3 +61,9 @@ def open_device(name: str, num_ranks: int = 1) -> torch.device:
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def local_gpu(config: WorkerConfig) -> int | None:
+    """The number of the GPU that has a worker's blocks, as torch counts; None: they are in host memory."""
+    device = torch.device(config.device)
+    return (device.index or 0) if device.type == "cuda" else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +13,7 @@ import torch
 from kernels.triton.sample_rows import MAX_ROWS
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
+from pdserve.base.logs import get_logger
 from pdserve.base.sampling import MAX_N, SamplingParams
 from pdserve.engine.device_batch import BatchShape
 from pdserve.engine.graphs import decode_shape
@@ -20,6 +23,12 @@ from pdserve.engine.sequence import SampleRow
 from pdserve.model.batch import Batch
 from pdserve.model.decoder import Decoder
 from pdserve.worker.load.kv_budget import show_bytes
+
+log = get_logger(__name__)
+
+#: How long more memory may take to become free: that of a killed worker is, within a second.
+FREED_S = 3.0
+_FREED_PAUSE_S = 0.1
 
 #: With penalties, truncation and log-probabilities: the settings for which sampling needs most memory.
 _LARGEST_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=1)
@@ -116,6 +125,25 @@ class MemoryBefore:
     free: int
     #: Part of `free` that communication between ranks has taken since.
     group: int = 0
+
+
+def await_free_memory(
+    memory: DeviceMemory, needed: int, *, limit_s: float = FREED_S, pause: Callable[[float], None] = time.sleep
+) -> int:
+    """The free memory, as soon as `needed` bytes are free or no more comes for `limit_s`.
+
+    A worker that was killed keeps its memory until the workers that have mapped it have noticed. No event says when.
+    """
+    free, waited_s = memory.free(), 0.0
+    if free < needed:
+        log.info("waits_for_gpu_memory", free=free, needed=needed)
+    while free < needed and waited_s < limit_s:
+        pause(_FREED_PAUSE_S)
+        waited_s += _FREED_PAUSE_S
+        now = memory.free()
+        if now > free:
+            free, waited_s = now, 0.0
+    return free
 
 
 def profile_memory(

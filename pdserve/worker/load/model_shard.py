@@ -29,7 +29,14 @@ from pdserve.worker.config import FP8_KV, WorkerConfig
 from pdserve.worker.load.cores import num_cores
 from pdserve.worker.load.device_kv_budget import plan_device_kv
 from pdserve.worker.load.kv_budget import KvBudget, KvRequest, plan_kv
-from pdserve.worker.load.memory_profile import CudaMemory, LargestSteps, MemoryBefore, MemoryProfile, profile_memory
+from pdserve.worker.load.memory_profile import (
+    CudaMemory,
+    LargestSteps,
+    MemoryBefore,
+    MemoryProfile,
+    await_free_memory,
+    profile_memory,
+)
 
 if TYPE_CHECKING:
     from pdserve.engine.device_sampler import DeviceSampler
@@ -197,7 +204,9 @@ def _load_on_cpu(plan: LoadPlan) -> tuple[Decoder, KvBudget]:
 
 def _load_on_gpu(plan: LoadPlan, group_bytes: int) -> tuple[Decoder, KvBudget]:
     config, model, options, ranks = plan.config, plan.model, plan.options, plan.ranks
-    before = MemoryBefore(free=CudaMemory(plan.device).free() + group_bytes, group=group_bytes)
+    memory = CudaMemory(plan.device)
+    needed = int(memory.total() * config.gpu_memory_utilization) - group_bytes
+    before = MemoryBefore(free=await_free_memory(memory, needed) + group_bytes, group=group_bytes)
     weights = load_weights(
         config.model_dir, model, dtype=config.dtype, device=str(plan.device), rank=ranks.rank, size=ranks.size
     )

@@ -181,7 +181,7 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
             transport=worker.transport,
             memory=in_place(blocks.memory, worker.model.layout, blocks.shared),
             layout=worker.model.layout,
-            on_peer=lambda ticket, peer: paths.append(worker.paths.path_to(ticket, peer)),
+            on_peer=lambda ticket, peer: paths.append(worker.paths.path_to(ticket, peer, is_in_host_memory=True)),
             introduce=self._introduce,
         )
         sender.close_unused()
@@ -211,12 +211,13 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
 
     def _identity(self) -> ReceiverIdentity:
         worker = self._worker
+        endpoint = worker.paths.own_endpoint()
         return ReceiverIdentity(
             worker_id=worker.worker_id,
             epoch=worker.epoch,
             grpc_address=self.grpc_address,
             layout=worker.model.layout,
-            data_endpoint=worker.paths.own_endpoint(),
+            data_endpoint=None if endpoint is None else endpoint.with_host_memory(),
         )
 
     @contextmanager

@@ -35,7 +35,7 @@ from pdserve.redis.store import Store
 from pdserve.v1 import diagnostics_pb2_grpc
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.load.claims import claim_when_free
-from pdserve.worker.load.device import bind_thread
+from pdserve.worker.load.device import bind_thread, local_gpu
 from pdserve.worker.load.populate import populating
 from pdserve.worker.serve.announce import WorkerAddresses, announce, describe
 from pdserve.worker.serve.diagnostics import DiagnosticsService
@@ -209,9 +209,9 @@ async def _opened_transport(
     device = config.device if config.handover_memory == "device" else None
     guarded = _keeps_strangers_out(config, seals, tls)
     metrics.transport_guarded.set(guarded)
-    sockets = _local_sockets(config)
+    sockets, gpu = _local_sockets(config), local_gpu(config)
     transport = open_transport(
-        config.transport, host=config.host, device=device, guarded=guarded, local_sockets=sockets
+        config.transport, host=config.host, device=device, guarded=guarded, local_sockets=sockets, local_gpu=gpu
     )
     try:
         # Listening now makes a machine that lacks what the transport needs fail at start, not at the first request.

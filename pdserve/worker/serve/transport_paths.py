@@ -14,6 +14,7 @@ from kvtransfer.transport.path import DataEndpoint, TransportPath, excluded_path
 from pdserve.base.config import variable
 from pdserve.base.ids import WorkerId
 from pdserve.base.logs import get_logger
+from pdserve.engine.gpu_identity import NO_GPU, GpuIdentity
 from pdserve.peers.host_identity import own_host_identity
 from pdserve.peers.workers import TransportReport
 from pdserve.worker.serve.metrics import WorkerMetrics
@@ -38,8 +39,17 @@ class TransportPaths:
     The sender of blocks knows the path, since its end of the connection chooses it; receivers know none.
     """
 
-    def __init__(self, transport: Transport, metrics: WorkerMetrics, *, device_memory: bool) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        metrics: WorkerMetrics,
+        *,
+        device_memory: bool,
+        gpu: GpuIdentity = NO_GPU,
+    ) -> None:
+        """`device_memory`: as in `DataEndpoint`. `gpu`: that which has the blocks."""
         self._transport = transport
+        self._gpu = gpu
         self._metrics = metrics
         self._device_memory = device_memory
         self._own: DataEndpoint | None = None
@@ -56,6 +66,8 @@ class TransportPaths:
                 device_memory=self._device_memory,
                 excluded_paths=excluded_paths(variable("UCX_TLS")),
                 local=self._transport.local_address if isinstance(self._transport, LocalTransports) else None,
+                gpu=self._gpu.uuid,
+                readable_gpus=self._gpu.readable,
             )
         return self._own
 
@@ -94,11 +106,16 @@ class TransportPaths:
         counts = Counter(seen.path.actual for seen in self._seen.values())
         return TransportReport(paths=dict(sorted(counts.items())), degraded=self._reason())
 
-    def path_to(self, ticket: Ticket, peer: Peer) -> TransportPath | None:
-        """The path of one connection; None when it is unknown. Changes nothing."""
+    def path_to(self, ticket: Ticket, peer: Peer, *, is_in_host_memory: bool = False) -> TransportPath | None:
+        """The path of one connection; None when it is unknown. Changes nothing.
+
+        `is_in_host_memory`: what is sent is there, and not where this worker's blocks are.
+        """
         own, other = self.own_endpoint(), ticket.data_endpoint
         if own is None or other is None or not isinstance(self._transport, LaneReporter):
             return None
+        if is_in_host_memory:
+            own = own.with_host_memory()
         lanes = self._transport.lanes(peer)
         return path_between(own, other, lanes, memory_access(own.host, other.host)) if lanes else None
 

@@ -18,6 +18,7 @@ from pdserve.base.block_hash import hash_key
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import Epoch, RequestId, WorkerId
 from pdserve.base.tasks import ServiceGroup, run_to_completion
+from pdserve.engine.gpu_identity import gpu_identity
 from pdserve.engine.loop import LoopConfig, StepLoop
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.step import LayersWritten, Load, StepOutput
@@ -142,19 +143,16 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.steps = StepMetrics(self.metrics)
-        self.paths = TransportPaths(self.transport, self.metrics, device_memory=self.config.handover_memory == "device")
         model, staging_bytes = self.model, self.config.staging_memory
+        is_on_device = self.config.handover_memory == "device"
+        gpu = gpu_identity(model.kv_cache.tensor.device)
+        self.paths = TransportPaths(self.transport, self.metrics, device_memory=is_on_device, gpu=gpu)
         self.numerics_class = str(numerics_class(self.config, model.kernels, model.layout.dtype))
         if model.rank_group is not None:
             self.blocks = model.rank_group.block_memory(model.layout, model.kv_cache, staging_bytes)
-        elif self.config.handover_memory == "device":
-            # Imported on use: Triton takes a second.
-            from pdserve.worker.kv_bytes.device_blocks import device_block_memory
-
-            self.blocks = device_block_memory(model.kv_cache, staging_bytes)
         else:
-            self.blocks = block_memory(model.kv_cache, staging_bytes)
-            share_blocks(model.kv_cache, self.transport)
+            self.blocks = block_memory(model.kv_cache, staging_bytes, is_on_device=is_on_device)
+        share_blocks(model.kv_cache, self.transport)
 
     @property
     def seal_name(self) -> bytes:

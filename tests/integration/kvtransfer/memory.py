@@ -46,8 +46,8 @@ class Memory:
     def _to_device(self, payload: Buffer) -> Buffer:
         if self._device is None:
             return payload
-        from pdserve.worker.kv_bytes.device_blocks import DeviceBytes
+        from pdserve.base.gpu_memory import GpuBytes
 
         there = torch.from_numpy(payload).to(self._device)
         torch.cuda.synchronize(self._device)
-        return cast(Buffer, DeviceBytes(there))
+        return cast(Buffer, GpuBytes(there.data_ptr(), there.nbytes, there))

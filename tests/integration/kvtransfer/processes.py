@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import importlib
 import multiprocessing
+import os
 import socket
 from collections.abc import Sequence
 from typing import Self
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 #: Not `ucxx`: a UCX library belongs to one process.
-_CONTEXT.set_forkserver_preload(
-    ["kvtransfer.transport.torch_distributed.transport", "tests.integration.kvtransfer.handover.worker"]
-)
+_PRELOADED = ["kvtransfer.transport.torch_distributed.transport", "tests.integration.kvtransfer.handover.worker"]
+if "PDSERVE_TEST_GPU" in os.environ:
+    _PRELOADED.append("tests.integration.kvtransfer.handover.gpu_worker")
+_CONTEXT.set_forkserver_preload(_PRELOADED)
 #: Commands and answers are lines; a ticket is a long one.
 _LONGEST_LINE = 1 << 20
 

@@ -20,8 +20,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from kernels.triton import sample_rows
+from pdserve.base import gpu_memory
 from pdserve.base.config import set_default_variable
 from tests.support.simulated_gpu import streams, tensors
+from tests.support.simulated_gpu.memory import Driver
 from tests.support.simulated_gpu.streams import gpu
 from tests.support.simulated_gpu.tensors import GARBAGE, DeviceTensor, Memory, allocate, is_pinned, pin
 
@@ -46,6 +48,7 @@ def install(eagerness: float = 0.3, seed: float = 0) -> None:
     _let_torch_report()
     _let_torch_pin()
     _let_triton_launch()
+    _let_processes_share()
     _let_ucx_reach()
     # A worker samples that many rows when it starts, to measure their memory. Read when the kernels are imported.
     sample_rows.MAX_ROWS = 4
@@ -126,7 +129,12 @@ def _let_torch_report() -> None:
     cuda.get_device_capability = lambda device=None: (9, 0)
     cuda.get_device_name = lambda device=None: "simulated"
     cuda.get_device_properties = lambda device=None: SimpleNamespace(
-        name="simulated", major=9, minor=0, multi_processor_count=132, total_memory=Memory.total_bytes
+        name="simulated",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        total_memory=Memory.total_bytes,
+        uuid="GPU-simulated",
     )
     cuda.mem_get_info = lambda device=None: (Memory.total_bytes - Memory.allocated, Memory.total_bytes)
     cuda.memory_allocated = lambda device=None: Memory.allocated
@@ -173,9 +181,23 @@ def _let_triton_launch() -> None:
             if any(isinstance(x, torch.Tensor) and not isinstance(x, DeviceTensor) for x in tree_leaves(arg)):
                 raise ValueError(f"Pointer argument (at {index}) cannot be accessed from Triton (cpu tensor?)")
         there, named = tensors._there(args), tensors._there(kwargs)
+        gpu().counts["launches"] += 1
         gpu().submit(lambda: launch_now(self, *there, **named))
 
     interpreter.GridExecutor.__call__ = launch
+
+
+def _let_processes_share() -> None:
+    driver = Driver()
+    gpu_memory.open_driver = lambda: driver  # type: ignore[assignment]
+    plain = torch.as_tensor
+
+    def as_tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if isinstance(data, gpu_memory.GpuBytes):
+            return driver.tensor_of(data)
+        return plain(data, *args, **kwargs)
+
+    torch.as_tensor = as_tensor
 
 
 def _let_ucx_reach() -> None:

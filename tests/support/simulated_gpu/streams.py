@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from types import TracebackType
 from weakref import WeakSet
@@ -65,6 +65,8 @@ class Gpu:
         self.default = Stream(gpu=self)
         #: Whether hidden waits of the host raise.
         self.refuses_hidden_waits = False
+        #: Number of launches of kernels, allocations, and waits of the host.
+        self.counts: Counter[str] = Counter()
 
     @property
     def stream(self) -> Stream:
@@ -93,6 +95,7 @@ class Gpu:
 
     def finish(self, mark: Mark) -> None:
         """Executes what the mark needs to be reached, and perhaps more."""
+        self.counts["waits"] += 1
         with self.lock:
             self.refuse_in_capture("waiting for the device")
             self._reach(mark)

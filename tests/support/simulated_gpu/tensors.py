@@ -37,6 +37,7 @@ class Memory:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
         self.bytes = torch.full((num_bytes,), GARBAGE, dtype=torch.uint8)
         stream = gpu().stream
+        gpu().counts["allocations"] += 1
         Memory.allocated += num_bytes
         Memory.peak = max(Memory.peak, Memory.allocated)
         if stream.recording is not None:
@@ -60,10 +61,10 @@ class DeviceTensor(torch.Tensor):
     """`there`: the same bytes as a host tensor, which only work in streams may access."""
 
     there: torch.Tensor
-    memory: Memory
+    memory: object
 
     @staticmethod
-    def __new__(cls, there: torch.Tensor, memory: Memory) -> DeviceTensor:
+    def __new__(cls, there: torch.Tensor, memory: object) -> DeviceTensor:
         tensor: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             there.shape,
@@ -111,6 +112,7 @@ _pinned: dict[int, int] = {}
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
     """Marks a tensor's memory as pinned, so that copies from and to it may be asynchronous."""
+    gpu().counts["pinned allocations"] += 1
     storage = tensor.untyped_storage()
     start = storage.data_ptr()
     _pinned[start] = storage.nbytes()

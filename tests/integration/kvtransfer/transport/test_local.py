@@ -20,12 +20,13 @@ import pytest
 from kvtransfer.handover.sender import Sender
 from kvtransfer.transport import open_transport
 from kvtransfer.transport.local import exchange as exchange_module
-from kvtransfer.transport.local import incoming_peer, packets
+from kvtransfer.transport.local import packets
 from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.local.exchange import LocalExchange
 from kvtransfer.transport.local.socket_directory import SocketDirectory
 from kvtransfer.transport.path import DataEndpoint
 from kvtransfer.transport.with_local import WithLocal
+from pdserve.base import shared_memory
 from pdserve.base.errors import PeerLost, SetupError
 from pdserve.base.shared_memory import SharedMemory, map_to_read
 from pdserve.peers.host_identity import own_host_identity
@@ -238,7 +239,7 @@ async def test_a_sender_of_nonsense_is_cut_off_and_no_other_one(
     inbox, loop = CopyingInbox(receiver.expect), asyncio.get_running_loop()
     with directory.connect(receiver.address) as raw:
         raw.send(packets.hello(receiver.address.token, 1))
-        socket.send_fds(raw, [packets.memory(0, SIZE)], [memory.file])
+        socket.send_fds(raw, [packets.memory(0, SIZE, is_on_gpu=False)], [memory.file])
         async with asyncio.timeout(DEADLINE_S):
             assert await loop.sock_recv(raw, 9) == packets.WELCOME
             raw.send(packet)
@@ -259,10 +260,11 @@ async def test_an_offer_of_another_release_is_refused_before_it_is_made(
             assert await asyncio.get_running_loop().sock_recv(raw, 9) == b""
 
 
-async def test_memory_that_could_shrink_is_not_mapped(
-    start: Callable[[], LocalExchange], directory: SocketDirectory
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+async def test_memory_that_could_shrink_or_that_is_a_gpus_is_not_mapped(
+    start: Callable[[], LocalExchange], directory: SocketDirectory, is_on_gpu: bool
 ) -> None:
-    """A reader behind its end would get SIGBUS."""
+    """A reader behind its end would get SIGBUS. This process has no GPU."""
     receiver = start()
     receiver.listen()
     loop = asyncio.get_running_loop()
@@ -274,7 +276,7 @@ async def test_memory_that_could_shrink_is_not_mapped(
         raw.send(packets.hello(receiver.address.token, 0))
         async with asyncio.timeout(DEADLINE_S):
             assert await loop.sock_recv(raw, 9) == packets.WELCOME
-            socket.send_fds(raw, [packets.memory(0, SIZE)], [file])
+            socket.send_fds(raw, [packets.memory(0, SIZE, is_on_gpu=is_on_gpu)], [file])
             assert await loop.sock_recv(raw, 9) == b""
     os.close(file)
     assert mapped_to_read() == 0
@@ -319,7 +321,7 @@ async def test_memory_that_cannot_be_mapped_refuses_the_sender_before_it_sends(
 
     sender, receiver = start(), start()
     sender.share(filled(1))
-    monkeypatch.setattr(incoming_peer, "map_to_read", refuse)
+    monkeypatch.setattr(shared_memory, "map_to_read", refuse)
     with pytest.raises(PeerLost):
         await sender.connect(receiver.listen())
     monkeypatch.undo()

@@ -36,7 +36,12 @@ def a_commit(ticket: Ticket) -> Commit:
 
 
 ENDPOINT = DataEndpoint(
-    host=own_host_identity(), lanes=("tcp", "cma"), device_memory=True, excluded_paths=frozenset(("cma",))
+    host=own_host_identity(),
+    lanes=("tcp", "cma"),
+    device_memory=True,
+    excluded_paths=frozenset(("cma",)),
+    gpu="GPU-1",
+    readable_gpus=frozenset(("GPU-1", "GPU-2")),
 )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.path import (
     DataEndpoint,
     MemoryAccess,
@@ -53,6 +54,30 @@ def with_rdma(end: DataEndpoint) -> DataEndpoint:
     ],
 )
 def test_the_expected_path_follows_from_hosts_and_libraries(own: DataEndpoint, peer: DataEndpoint, path: str) -> None:
+    assert expected_path(own, peer) == path
+
+
+LOCAL = replace(HERE, local=LocalAddress(directory="d", name="a.sock", token=bytes(32)))
+ON_GPU = replace(LOCAL, gpu="GPU-1", readable_gpus=frozenset(("GPU-1", "GPU-2")))
+
+
+@pytest.mark.parametrize(
+    ("own", "peer", "path"),
+    [
+        (LOCAL, LOCAL, "local"),
+        (LOCAL, HERE, "cma"),
+        (LOCAL, replace(LOCAL, host=THERE.host), "tcp"),
+        (ON_GPU, ON_GPU, "local"),
+        (replace(ON_GPU, gpu="GPU-2"), ON_GPU, "local"),
+        (replace(ON_GPU, gpu="GPU-3"), ON_GPU, "cma"),
+        (ON_GPU, LOCAL, "cma"),
+        (LOCAL, ON_GPU, "cma"),
+        (ON_GPU.with_host_memory(), ON_GPU.with_host_memory(), "local"),
+    ],
+)
+def test_blocks_stay_within_the_host_where_the_peer_reads_the_memory(
+    own: DataEndpoint, peer: DataEndpoint, path: str
+) -> None:
     assert expected_path(own, peer) == path
 
 

@@ -14,7 +14,7 @@ from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.model.batch import Batch
 from pdserve.model.loader import load_decoder
-from pdserve.worker.load.memory_profile import LargestSteps, MemoryBefore, profile_memory
+from pdserve.worker.load.memory_profile import LargestSteps, MemoryBefore, await_free_memory, profile_memory
 from tests.unit.model.tiny import save_model
 
 
@@ -91,3 +91,31 @@ def test_the_largest_steps_are_run_and_their_peak_is_taken(
     assert (profile.total, profile.free, profile.weights, profile.group) == (100_000, 90_000, 700, 30)
     assert profile.activations == 10 * (num_tokens + 5)
     assert profile.graphs == (10 * 8 + 8 * config.vocab_size * 4 if replayed else 0)
+
+
+class FreedMemory(CountedMemory):
+    """A device on which memory becomes free during the pauses."""
+
+    def __init__(self, *amounts: int) -> None:
+        super().__init__()
+        self.amounts = list(amounts)
+        self.num_pauses = 0
+
+    def free(self) -> int:
+        return self.amounts[0]
+
+    def pause(self, seconds: float) -> None:
+        assert seconds > 0
+        self.num_pauses += 1
+        if len(self.amounts) > 1:
+            del self.amounts[0]
+
+
+@pytest.mark.parametrize(
+    ("amounts", "free", "num_pauses"),
+    [((90,), 90, 0), ((10, 20, 20, 50, 90), 90, 4), ((10, 20, 30), 30, 2 + 3), ((10,), 10, 3)],
+)
+def test_a_worker_waits_while_memory_becomes_free(amounts: tuple[int, ...], free: int, num_pauses: int) -> None:
+    memory = FreedMemory(*amounts)
+    assert await_free_memory(memory, 80, limit_s=0.3, pause=memory.pause) == free
+    assert memory.num_pauses == num_pauses

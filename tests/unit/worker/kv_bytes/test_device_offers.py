@@ -1,0 +1,297 @@
+"""Blocks on a GPU that are offered within the host: one launch a side, no allocation, no wait for a step or a stage."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.devices import DEVICE, HAS_GPU, SIMULATED, gpu_only, keep_busy
+
+pytest.importorskip("triton")
+
+from kvtransfer.handover.digest import MessageDigest
+from kvtransfer.handover.memory import MessageSpec
+from kvtransfer.handover.outgoing import OutgoingTransfer
+from kvtransfer.handover.receiver import Receiver
+from kvtransfer.handover.reservation import Received, ReceiverIdentity, Reservation
+from kvtransfer.handover.sender import Sender
+from kvtransfer.handover.staging import StagedMemory
+from kvtransfer.handover.ticket import Ticket
+from kvtransfer.transport.path import DataEndpoint
+from pdserve.base.errors import DigestMismatch, TransferError
+from pdserve.base.ids import BlockId, RequestId, WorkerId, new_epoch
+from pdserve.base.layout import KvLayout
+from pdserve.base.tasks import service_group
+from pdserve.engine.kv_cache import KvCache
+from pdserve.worker.kv_bytes import device_launches
+from pdserve.worker.kv_bytes.device_blocks import staged_on_device
+from pdserve.worker.kv_bytes.device_offers import DeviceOffers
+from tests.support.inproc_offers import InprocWithOffers
+from tests.support.machine import HOST
+
+LAYOUT = KvLayout.uniform(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
+REQUEST = RequestId("r1")
+GPU = "GPU-1"
+SPEC = MessageSpec(layers=slice(0, 2), digest=MessageDigest(b"k" * 32))
+
+
+def cache_of(num_blocks: int, seed: int) -> KvCache:
+    cache = KvCache(LAYOUT, num_blocks, DEVICE, is_shared=True)
+    assert cache.shared is not None
+    assert not cache.tensor.any()
+    cache.tensor.copy_(torch.randn(cache.tensor.shape, generator=torch.Generator().manual_seed(seed)))
+    if HAS_GPU:
+        torch.cuda.synchronize()
+    return cache
+
+
+def blocks(*ids: int) -> list[BlockId]:
+    return [BlockId(block) for block in ids]
+
+
+@dataclass(eq=False)
+class Pair:
+    """Two workers that share a GPU, and what the decode worker received."""
+
+    source: KvCache
+    target: KvCache
+    offers: list[DeviceOffers]
+    sender: Sender
+    receiver: Receiver
+    received: list[Received] = field(default_factory=list)
+
+    async def grant(self, *ids: int, lease_s: float = 60.0) -> Ticket:
+        reservation = Reservation(
+            request_id=REQUEST,
+            block_ids=(blocks(*ids),),
+            first_blocks=(0,),
+            lease_s=lease_s,
+            on_received=self.received.append,
+            on_expired=lambda error: None,
+        )
+        return await self.receiver.grant(reservation, attempt=1)
+
+
+def memory_of(cache: KvCache, offers: DeviceOffers) -> StagedMemory:
+    """A stage of one bundle, which offers do not need."""
+    stage = torch.zeros(2 * LAYOUT.block_bytes, dtype=torch.uint8, device=DEVICE)
+    return staged_on_device(cache, stage, 2, offers)
+
+
+@asynccontextmanager
+async def pair_of(*, layer_groups: int = 1, num_blocks: int = 9, gpus: Sequence[str] = (GPU,)) -> AsyncIterator[Pair]:
+    """`gpus`: those that the decode worker reads."""
+    source, target = cache_of(num_blocks, 1), cache_of(num_blocks, 2)
+    offers = [DeviceOffers(source, GPU), DeviceOffers(target, GPU)]
+    sending, receiving = InprocWithOffers("sender"), InprocWithOffers("receiver")
+    endpoint = DataEndpoint(host=HOST, lanes=(), local=receiving.local_address, gpu=GPU, readable_gpus=frozenset(gpus))
+    identity = ReceiverIdentity(
+        worker_id=WorkerId("d0"),
+        epoch=new_epoch(),
+        grpc_address="d0:1",
+        layout=LAYOUT,
+        layer_groups=layer_groups,
+        data_endpoint=endpoint,
+    )
+    async with service_group() as tasks:
+        receiver = Receiver(transport=receiving, memory=memory_of(target, offers[1]), identity=identity, tasks=tasks)
+        sender = Sender(transport=sending, memory=memory_of(source, offers[0]), layout=LAYOUT)
+        yield Pair(source, target, offers, sender, receiver)
+        await receiver.close()
+        await sending.close()
+        await receiving.close()
+    if HAS_GPU:
+        torch.cuda.synchronize()
+    for each in offers:
+        each._launches._reap()
+        assert len(each._launches._free) == device_launches._NUM_SLOTS
+
+
+async def hand_over(pair: Pair, ticket: Ticket, *ids: int) -> None:
+    async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+        for group in range(ticket.layer_groups):
+            await transfer.push(blocks(*ids), group=group)
+        await transfer.finish([5], pair.receiver.commit)
+
+
+@pytest.mark.parametrize("layer_groups", [1, 2, 3])
+async def test_blocks_are_copied_from_cache_to_cache(layer_groups: int) -> None:
+    async with pair_of(layer_groups=layer_groups) as pair:
+        before = pair.target.tensor.cpu()
+        ticket = await pair.grant(8, 2, 5)
+        assert pair.sender._local_address(ticket) is not None
+        await hand_over(pair, ticket, 1, 7, 3)
+        assert torch.equal(pair.target.tensor.cpu()[[8, 2, 5]], pair.source.tensor.cpu()[[1, 7, 3]])
+        others = [0, 1, 3, 4, 6, 7]
+        assert torch.equal(pair.target.tensor.cpu()[others], before[others])
+        assert len(pair.received) == 1
+
+
+async def test_several_transfers_at_once_do_not_mix() -> None:
+    async with pair_of(layer_groups=3, num_blocks=40) as pair:
+        tickets = [await pair.grant(*range(3 * each, 3 * each + 3)) for each in range(12)]
+        sources = [[39 - each, each, 20] for each in range(12)]
+        await asyncio.gather(
+            *(hand_over(pair, *each) for each in zip(tickets, *zip(*sources, strict=True), strict=True))
+        )
+        for each, ids in enumerate(sources):
+            assert torch.equal(pair.target.tensor.cpu()[3 * each : 3 * each + 3], pair.source.tensor.cpu()[ids])
+
+
+async def test_what_is_read_elsewhere_is_refused_by_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = DeviceOffers.starts
+    monkeypatch.setattr(DeviceOffers, "starts", lambda *args: starts(*args)[::-1].copy())
+    async with pair_of() as pair:
+        ticket = await pair.grant(0, 1)
+        with pytest.raises(DigestMismatch, match="1 of 1 bundles are not what was sent"):
+            await hand_over(pair, ticket, 4, 5)
+        assert pair.received == []
+
+
+async def test_starts_between_blocks_end_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = DeviceOffers.starts
+    monkeypatch.setattr(DeviceOffers, "starts", lambda *args: starts(*args) + 16)
+    async with pair_of() as pair:
+        ticket = await pair.grant(0, 1)
+        with pytest.raises(TransferError):
+            await hand_over(pair, ticket, 4, 5)
+
+
+async def test_a_worker_that_cannot_read_the_gpu_is_sent_its_blocks() -> None:
+    async with pair_of(gpus=["GPU-2"]) as pair:
+        ticket = await pair.grant(8, 2)
+        assert pair.sender._local_address(ticket) is None
+        endpoint = ticket.data_endpoint
+        assert endpoint is not None
+        on_host = replace(ticket, data_endpoint=endpoint.with_host_memory())
+        assert pair.sender._local_address(on_host) is None
+
+
+async def test_more_launches_than_buffers_wait_for_the_first_ones() -> None:
+    async with pair_of() as pair:
+        memory = pair.offers[0]
+        found = [await memory.digests([blocks(each % 9)], SPEC) for each in range(3 * device_launches._NUM_SLOTS)]
+        digests = [await each.found() for each in found]
+        assert digests[:9] == digests[9:18]
+        assert len({digest for [digest] in digests[:9]}) == 9
+
+
+async def test_a_gpu_without_memory_ends_the_transfer_and_loses_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    async with pair_of() as pair:
+        memory = pair.offers[0]
+        with monkeypatch.context() as patched:
+            patched.setattr("kernels.triton.blocks.digest_keys", full)
+            for _ in range(2 * device_launches._NUM_SLOTS):
+                with pytest.raises(TransferError, match="no memory left"):
+                    await memory.digests([blocks(1)], SPEC)
+        await (await memory.digests([blocks(1)], SPEC)).found()
+
+
+async def test_large_runs_get_larger_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_launches, "_SLOT_SUMS", 4)
+    async with pair_of() as pair:
+        await hand_over(pair, await pair.grant(8, 2, 5), 1, 7, 3)
+        assert torch.equal(pair.target.tensor.cpu()[[8, 2, 5]], pair.source.tensor.cpu()[[1, 7, 3]])
+
+
+async def test_an_abort_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, may_end = asyncio.Event(), asyncio.Event()
+    wait_for = device_launches.DeviceLaunches.wait_for
+
+    async def slow(self: device_launches.DeviceLaunches, launch: device_launches.Launch) -> None:
+        waits.set()
+        await may_end.wait()
+        await wait_for(self, launch)
+
+    async with pair_of() as pair:
+        ticket = await pair.grant(8, 2)
+        monkeypatch.setattr(device_launches.DeviceLaunches, "wait_for", slow)
+        async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+            await transfer.push(blocks(1, 7))
+            await waits.wait()
+            abort = asyncio.create_task(pair.receiver.abort(ticket.transfer_id))
+            await asyncio.sleep(0)
+            assert not abort.done()
+            assert not transfer.quiet
+            may_end.set()
+            await abort
+            assert transfer.quiet
+
+
+def test_compiling_beforehand_changes_no_block() -> None:
+    cache = cache_of(3, 1)
+    before = cache.tensor.clone()
+    DeviceOffers(cache, GPU).warm_up([slice(0, 3), slice(1, 3)])
+    assert torch.equal(cache.tensor, before)
+
+
+class TestOnHardware:
+    """What only a device with queues shows."""
+
+    pytestmark = gpu_only
+
+    async def test_digests_wait_for_their_event_and_for_no_later_launch(self) -> None:
+        cache = cache_of(2, 1)
+        memory = DeviceOffers(cache, GPU)
+        await (await memory.digests([blocks(0)], SPEC)).found()  # The first use compiles, and waits.
+        keep_busy()
+        cache.tensor[1, 0] = 5
+        event = cache.record_event(1)
+        keep_busy()
+        cache.tensor[1, 0] = 6
+        later = torch.cuda.current_stream().record_event()
+        spec = replace(SPEC, layers=slice(0, 1), after=event)
+        await memory.computed(spec)
+        [first] = await (await memory.digests([blocks(1)], spec)).found()
+        assert not later.query()
+        await memory.computed(replace(spec, after=later))
+        [second] = await (await memory.digests([blocks(1)], spec)).found()
+        assert first != second
+
+    @pytest.mark.skipif(not SIMULATED, reason="only the simulated GPU counts")
+    async def test_a_layer_group_costs_a_launch_a_side_no_allocation_and_a_wait_a_side(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from tests.support.simulated_gpu.streams import gpu
+
+        loop, hops = asyncio.get_running_loop(), list[Callable[..., object]]()
+        in_executor = loop.run_in_executor
+
+        def counted(executor: Any, call: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+            hops.append(call)
+            return in_executor(executor, call, *args)
+
+        async with pair_of(layer_groups=3) as pair:
+            ticket = await pair.grant(8, 2, 5)
+            async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+                await self.push(pair, transfer, 0)  # Keys are stretched once for a transfer.
+                monkeypatch.setattr(loop, "run_in_executor", counted)
+                gpu().counts.clear()
+                await self.push(pair, transfer, 1)
+                counts = dict(gpu().counts)
+                monkeypatch.undo()
+                await self.push(pair, transfer, 2)
+                await transfer.finish([5], pair.receiver.commit)
+        assert counts["launches"] == 2
+        assert counts.get("allocations", 0) == counts.get("pinned allocations", 0) == 0
+        # Each side's thread waits for one event: that of the step, and that of the copy.
+        assert counts["waits"] == len(hops) == 2
+
+    async def push(self, pair: Pair, transfer: OutgoingTransfer, group: int) -> None:
+        """One layer group, whose step is still running, until it has arrived."""
+        keep_busy()
+        event = pair.source.record_event(group + 1)
+        with torch.cuda.stream(pair.offers[1]._launches._stream):
+            keep_busy()
+        await transfer.push(blocks(1, 7, 3), group=group, after=event)
+        while not transfer.quiet:
+            await transfer._change()
