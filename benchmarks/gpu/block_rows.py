@@ -80,6 +80,21 @@ def exposed(setting: Setting) -> Finding:
     return Measured(samples_ms=found.times.exposed_ms, work=work, how=f"one of {groups} groups; {found.how}")
 
 
+def short_handover(setting: Setting, *, at_once: int = 1) -> Finding:
+    """Hands over the blocks of prompts of an eighth of the length, from cache to cache; counts their bytes once."""
+    found = _short(setting, at_once)
+    num_bytes = float(found.num_blocks * at_once * found.layout.block_bytes)
+    return Measured(samples_ms=found.times.whole_ms, work=Work(num_bytes=num_bytes, flops=0.0), how=found.how)
+
+
+def short_exposed(setting: Setting) -> Finding:
+    """The same of one, if all layer groups but the last have been sent before."""
+    found = _short(setting, 1)
+    groups = min(GPU_LAYER_GROUPS, found.layout.num_layers)
+    work = Work(num_bytes=found.num_blocks * found.layout.block_bytes / groups, flops=0.0)
+    return Measured(samples_ms=found.times.exposed_ms, work=work, how=f"one of {groups} groups; {found.how}")
+
+
 def handover_nccl(setting: Setting) -> Finding:
     """Like `handover`, from the first GPU's memory to the second's."""
     if torch.cuda.device_count() < 2:
@@ -106,6 +121,14 @@ def _case(setting: Setting, memory: str) -> Case:
         device=str(setting.device),
         memory=memory,
     )
+
+
+@cache
+def _short(setting: Setting, at_once: int) -> _Handovers:
+    whole = _case(setting, LOCAL)
+    case = replace(whole, num_blocks=max(1, whole.num_blocks // 8), at_once=at_once)
+    how = f"{_HOW[LOCAL]}, {at_once} at once"
+    return _Handovers(times=measure(case), layout=case.layout, num_blocks=case.num_blocks, how=how)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Handovers between two processes: complete ones, and the time left after the last layers are computed.
 
-    python -m benchmarks.gpu.handover FD TRANSPORT MEMORY BLOCKS ROUNDS DEVICE DIRECTORY LAYOUT
+    python -m benchmarks.gpu.handover FD TRANSPORT MEMORY BLOCKS AT_ONCE ROUNDS DEVICE DIRECTORY LAYOUT
 
 runs the receiving process, which the measuring one starts. Both use the workers' code: the protocol with digests and
 commit, over UCX or NCCL with blocks staged in host or device memory, or within the host from cache to cache.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,14 @@ from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import ReceiverIdentity, Reservation
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.staging import best_bundle_blocks
-from kvtransfer.handover.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
+from kvtransfer.handover.ticket import (
+    Commit,
+    Ticket,
+    commit_from_proto,
+    commit_to_proto,
+    ticket_from_proto,
+    ticket_to_proto,
+)
 from kvtransfer.transport import LocalTransports, Transport, open_transport
 from kvtransfer.transport.local.socket_directory import SocketDirectory
 from kvtransfer.transport.path import DataEndpoint
@@ -54,9 +62,10 @@ _LIMIT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A handover to measure: its blocks, memory and transport."""
+    """Handovers to measure: their blocks, memory and transport."""
 
     layout: KvLayout
+    #: Blocks of each handover.
     num_blocks: int
     rounds: int
     device: str
@@ -66,27 +75,34 @@ class Case:
     peer_device: str | None = None
     #: Where both processes meet if `memory` is LOCAL.
     directory: str = ""
+    #: Handovers at a time, each of blocks of its own.
+    at_once: int = 1
 
     def to_arguments(self) -> list[str]:
         """Command-line arguments of the peer's case."""
         device = self.peer_device or self.device
-        numbers = [str(self.num_blocks), str(self.rounds)]
+        numbers = [str(self.num_blocks), str(self.at_once), str(self.rounds)]
         layout = json.dumps(layout_to_record(self.layout))
         return [self.transport, self.memory, *numbers, device, self.directory, layout]
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> Case:
         """Parses the arguments of `to_arguments`."""
-        transport, memory, num_blocks, rounds, device, directory, layout = arguments
+        transport, memory, num_blocks, at_once, rounds, device, directory, layout = arguments
         return cls(
             layout=layout_from_record(layout.encode()),
             num_blocks=int(num_blocks),
+            at_once=int(at_once),
             rounds=int(rounds),
             device=device,
             memory=memory,
             transport=transport,
             directory=directory,
         )
+
+    def blocks_of(self, number: int) -> list[BlockId]:
+        """The blocks of one of the handovers."""
+        return [BlockId(block) for block in range(number * self.num_blocks, (number + 1) * self.num_blocks)]
 
     def open_transport(self) -> Transport:
         """Opens the transport of this process."""
@@ -98,9 +114,10 @@ class Case:
 
     def open_memory(self) -> tuple[KvCache, BlockMemory]:
         """A cache with all blocks, and staging memory for as many."""
-        cache = KvCache(self.layout, self.num_blocks, torch.device(self.device), is_shared=self.memory == LOCAL)
+        num_blocks, device = self.num_blocks * self.at_once, torch.device(self.device)
+        cache = KvCache(self.layout, num_blocks, device, is_shared=self.memory == LOCAL)
         bundle_blocks = best_bundle_blocks(self.layout.block_bytes)
-        size = -(-self.num_blocks // bundle_blocks) * bundle_blocks * self.layout.block_bytes
+        size = -(-num_blocks // bundle_blocks) * bundle_blocks * self.layout.block_bytes
         if self.memory == LOCAL:
             if cache.shared is None:
                 raise RuntimeError("this GPU's memory cannot be shared between processes; the log says why")
@@ -116,9 +133,9 @@ class Case:
 class Times:
     """Times of each round, in milliseconds."""
 
-    #: From the first block to the answer of the commit, with all blocks computed.
+    #: From the first block to the answer of the last commit, with all blocks computed.
     whole_ms: tuple[float, ...]
-    #: The same, if only the last layer group is left to send.
+    #: The same of one handover, if only its last layer group is left to send.
     exposed_ms: tuple[float, ...]
 
 
@@ -160,16 +177,16 @@ async def _send(case: Case, stream: socket.socket) -> Times:
     transport = case.open_transport()
     share_blocks(cache, transport)
     sender = Sender(transport=transport, memory=memory, layout=case.layout)
-    blocks = [BlockId(block) for block in range(case.num_blocks)]
+    answers: dict[bytes, asyncio.Future[None]] = {}
 
-    async def commit(message: Commit) -> bytes:
+    async def commit(message: Commit) -> None:
+        answers[message.transfer_id] = asyncio.get_running_loop().create_future()
         link.write(commit_to_proto(message).SerializeToString())
-        return await link.read()
+        await answers[message.transfer_id]
 
-    async def hand_over(settle_s: float) -> float:
+    async def hand_over(number: int, ticket: Ticket, settle_s: float) -> float:
         """Milliseconds from the send of the first group, or with `settle_s` of the last."""
-        ticket = ticket_from_proto(decode_pb2.Ticket.FromString(await link.read()))
-        started_at = time.perf_counter()
+        blocks, started_at = case.blocks_of(number), time.perf_counter()
         async with sender.open(ticket, request_id=REQUEST) as transfer:
             for group in range(ticket.layer_groups - 1):
                 await transfer.push(blocks, group=group)
@@ -180,10 +197,21 @@ async def _send(case: Case, stream: socket.socket) -> Times:
             await transfer.finish([1], commit)
         return 1e3 * (time.perf_counter() - started_at)
 
+    async def one_round(settle_s: float) -> float:
+        """Milliseconds of all handovers, or with `settle_s` those of one."""
+        tickets = [ticket_from_proto(decode_pb2.Ticket.FromString(await link.read())) for _ in range(case.at_once)]
+        started_at = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            handovers = [group.create_task(hand_over(*each, settle_s)) for each in enumerate(tickets)]
+            for _ in tickets:
+                answers.pop(await link.read()).set_result(None)
+        whole_ms = 1e3 * (time.perf_counter() - started_at)
+        return statistics.median(each.result() for each in handovers) if settle_s else whole_ms
+
     try:
         rounds = _WARM_UP_ROUNDS + case.rounds
-        whole = [await hand_over(0.0) for _ in range(rounds)]
-        exposed = [await hand_over(_SETTLE_S) for _ in range(rounds)]
+        whole = [await one_round(0.0) for _ in range(rounds)]
+        exposed = [await one_round(_SETTLE_S) for _ in range(rounds)]
     finally:
         await transport.close()
         await link.close()
@@ -204,24 +232,35 @@ async def _receive(case: Case, stream: socket.socket) -> None:
         layer_groups=min(GPU_LAYER_GROUPS, case.layout.num_layers),
         data_endpoint=_endpoint(case, transport),
     )
-    reservation = Reservation(
+    async with service_group() as tasks:
+        receiver = Receiver(transport=transport, memory=memory, identity=identity, tasks=tasks)
+        for attempt in range(2 * (_WARM_UP_ROUNDS + case.rounds)):
+            for number in range(case.at_once):
+                ticket = await receiver.grant(_reservation(case.blocks_of(number)), attempt=attempt)
+                link.write(ticket_to_proto(ticket).SerializeToString())
+            async with asyncio.TaskGroup() as group:
+                for _ in range(case.at_once):
+                    commit = commit_from_proto(decode_pb2.CommitRequest.FromString(await link.read()))
+                    group.create_task(_commit(receiver, commit, link))
+        await receiver.close()
+    await transport.close()
+    await link.close()
+
+
+async def _commit(receiver: Receiver, commit: Commit, link: Link) -> None:
+    await receiver.commit(commit)
+    link.write(commit.transfer_id)
+
+
+def _reservation(blocks: list[BlockId]) -> Reservation:
+    return Reservation(
         request_id=REQUEST,
-        block_ids=([BlockId(block) for block in range(case.num_blocks)],),
+        block_ids=(blocks,),
         first_blocks=(0,),
         lease_s=60,
         on_received=lambda received: None,
         on_expired=lambda error: None,
     )
-    async with service_group() as tasks:
-        receiver = Receiver(transport=transport, memory=memory, identity=identity, tasks=tasks)
-        for attempt in range(2 * (_WARM_UP_ROUNDS + case.rounds)):
-            ticket = await receiver.grant(reservation, attempt=attempt)
-            link.write(ticket_to_proto(ticket).SerializeToString())
-            await receiver.commit(commit_from_proto(decode_pb2.CommitRequest.FromString(await link.read())))
-            link.write(b"committed")
-        await receiver.close()
-    await transport.close()
-    await link.close()
 
 
 def _endpoint(case: Case, transport: Transport) -> DataEndpoint | None:

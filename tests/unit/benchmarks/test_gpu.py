@@ -54,11 +54,13 @@ def test_a_figure_follows_from_median_work_and_ceilings(figure: Figure, measured
     assert _row(figure).value(measured, CEILINGS) == pytest.approx(value)
 
 
-def test_bounds_are_lower_bounds_except_for_times_slower() -> None:
+def test_bounds_are_lower_bounds_except_for_times() -> None:
     assert _row(Figure.OF_COPY).is_reached(0.8)
     assert _row(Figure.OF_COPY).is_reached(0.799) is False
     assert _row(Figure.TIMES_SLOWER, 1.4).is_reached(1.4)
     assert _row(Figure.TIMES_SLOWER, 1.4).is_reached(1.41) is False
+    assert _row(Figure.MS, 1.0).is_reached(1.0)
+    assert _row(Figure.MS, 1.0).is_reached(1.1) is False
     assert _row(Figure.OF_COPY, None).is_reached(0.1) is None
 
 
@@ -113,6 +115,7 @@ def test_every_row_is_measured_and_has_a_bound_or_is_monitored() -> None:
         "transformers": 3.0,
         "deterministic": 1.4,
         "handover": 300.0,
+        "handover-128-exposed": 1.0,
     }
 
 
