@@ -130,6 +130,7 @@ def rows() -> list[Row]:
             name="full-depth-gpu",
             suites=(
                 "tests/integration/services/test_on_gpu.py",
+                "tests/integration/services/test_cluster_on_gpu.py",
                 "tests/unit/benchmarks/test_gpu_simulated.py",
                 "tests/unit/kernels/triton/test_decoder.py::TestOnHardware",
             ),

@@ -107,7 +107,9 @@ def digest(blocks: Blocks, keys: Tensor, sums: Tensor, *, layers: tuple[int, int
 
 def digests_of_sums(sums: Tensor, num_blocks: int, keys: Tensor, packed_bytes: int) -> Tensor:
     """The digests that `pack` returns, uint8 [num_blocks, 16], in host memory as `sums` and the first of the keys."""
-    return reference.digests_of(sums.view(num_blocks, -1, LANES).sum(1), keys, packed_bytes)
+    # Torch would add them on all cores, and wait for those that are busy.
+    together = sums.numpy().reshape(num_blocks, -1, LANES).sum(1)
+    return reference.digests_of(torch.from_numpy(together), keys, packed_bytes)
 
 
 class _Move(NamedTuple):

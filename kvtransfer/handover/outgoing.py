@@ -138,12 +138,13 @@ class OutgoingTransfer:
         The commit goes out at once: the decode worker waits for the messages it overtakes.
         Raises: what `commit` raises; TransferTimeout when the lease ended, PeerLost.
         """
-        digests = await self._digests.found()
+        for indices, found in self._digests.waiting:
+            self._digests.found(indices, await found.found())
         self._advance(AllSent())
         message = signed_commit(
             self._ticket,
             request_id=self._request_id,
-            digests=digests,
+            digests=self._digests.all,
             first_tokens=tuple(first_tokens),
         )
         try:
@@ -232,7 +233,8 @@ class OutgoingTransfer:
             self._num_offers += 1
             operation = local.offer(self._peer, memory.shared, offer)
             operation.add_done_callback(partial(self._on_offer_ended, index, offer))
-            self._digests.add_later(range(index, index + len(run) * step, step), await memory.digests(run, spec))
+            indices = range(index, index + len(run) * step, step)
+            self._digests.waiting.append((indices, await memory.digests(run, spec)))
 
     def _on_offer_ended(self, index: int, offer: Offer, operation: Operation) -> None:
         self._num_offers -= 1

@@ -41,22 +41,20 @@ class SentDigests:
 
     def __init__(self, num_messages: int) -> None:
         self._digests = [b""] * num_messages
-        #: Messages whose digests are still computed.
-        self._waiting: list[tuple[range, Digests]] = []
+        #: Messages whose digests are still computed, perhaps.
+        self.waiting: list[tuple[range, Digests]] = []
 
     def add(self, index: int, digest: bytes) -> None:
         """The digest of a message."""
         self._digests[index] = digest
 
-    def add_later(self, indices: range, digests: Digests) -> None:
-        """Digests of several messages."""
-        self._waiting.append((indices, digests))
+    def found(self, indices: range, digests: Sequence[bytes]) -> None:
+        """The digests of several messages."""
+        self._digests[indices.start : indices.stop : indices.step] = digests
 
-    async def found(self) -> tuple[bytes, ...]:
-        """All digests, in the order of the messages. Raises: TransferError."""
-        for indices, digests in self._waiting:
-            self._digests[indices.start : indices.stop : indices.step] = await digests.found()
-        self._waiting.clear()
+    @property
+    def all(self) -> tuple[bytes, ...]:
+        """All digests, in the order of the messages; none is waited for any more."""
         return tuple(self._digests)
 
 

@@ -134,10 +134,11 @@ class Sender:
 
     async def _connect_locally(self, ticket: Ticket, transport: LocalTransports, local: LocalAddress) -> Peer:
         """Transfers that have waited for one that was refused do not try again."""
+        offers = self._memory.offers
         if self._local_address(ticket) is None:
             raise PeerLost("The worker has just refused another transfer.")
         try:
-            return await transport.connect_locally(local)
+            return await transport.connect_locally(local, None if offers is None else offers.shared)
         except PeerLost as error:
             log.warning("local_path_refused", peer=ticket.worker_id, reason=error)
             self._refused_until[local] = asyncio.get_running_loop().time() + _REFUSED_S

@@ -18,12 +18,14 @@ _MAX_TEXT = 255
 
 def endpoint_to_proto(endpoint: DataEndpoint) -> decode_pb2.DataEndpoint:
     """The endpoint as it travels in tickets."""
+    local = b"" if endpoint.local is None else endpoint.local.pack()
     return decode_pb2.DataEndpoint(
         host=host_to_proto(endpoint.host),
         lanes=endpoint.lanes,
         device_memory=endpoint.device_memory,
         excluded_paths=sorted(endpoint.excluded_paths),
-        local_address=b"" if endpoint.local is None else endpoint.local.pack(),
+        local_address=b"" if endpoint.gpu else local,
+        gpu_local_address=local if endpoint.gpu else b"",
         gpu=endpoint.gpu,
         readable_gpus=sorted(endpoint.readable_gpus),
     )
@@ -41,7 +43,8 @@ def endpoint_from_proto(message: decode_pb2.DataEndpoint) -> DataEndpoint:
         )
     local = None
     with suppress(PeerLost):  # A later release may write it in another way: then UCX is taken.
-        local = LocalAddress.unpack(message.local_address) if message.local_address else None
+        packed = message.gpu_local_address if message.gpu else message.local_address
+        local = LocalAddress.unpack(packed) if packed else None
     return DataEndpoint(
         host=host,
         lanes=lanes,

@@ -53,8 +53,8 @@ class LocalTransports(Protocol):
         """Whether the peer was connected to within the host."""
         ...
 
-    async def connect_locally(self, address: LocalAddress) -> Peer:
-        """Connects within the host. Raises: PeerLost."""
+    async def connect_locally(self, address: LocalAddress, memory: ShareableMemory | None = None) -> Peer:
+        """Connects within the host. Raises: PeerLost, also when the other process cannot map `memory`."""
         ...
 
     def offer(self, peer: Peer, memory: ShareableMemory, offer: Offer) -> Operation:

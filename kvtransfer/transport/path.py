@@ -12,7 +12,7 @@ from pdserve.peers.host_identity import HostIdentity
 
 CUDA_IPC, LOCAL, CMA, SHM, RDMA, TCP = "cuda_ipc", "local", "cma", "shm", "rdma", "tcp"
 #: Values of `TransportPath.expected` and `TransportPath.actual`, fastest first.
-PATHS = (CUDA_IPC, LOCAL, CMA, SHM, RDMA, TCP)
+PATHS = (LOCAL, CUDA_IPC, CMA, SHM, RDMA, TCP)
 #: Names in UCX_TLS that mean a path, alone or with others.
 _UCX_NAMES = {CUDA_IPC: {"cuda_ipc", "cuda", "all"}, CMA: {"cma", "sm", "shm", "all"}}
 _SHM_LANES = ("posix", "sysv", "xpmem", "knem")
@@ -139,8 +139,9 @@ def _explained(own: DataEndpoint, peer: DataEndpoint, expected: str, access: Mem
 
 
 _EXPLAINED_LOCAL = (
-    "the peer's socket in the directory --local-sockets refused the connection",
-    "Look for local_path_refused in this worker's log; run both workers as one user.",
+    "the peer refused the connection at its socket in --local-sockets, or cannot map this worker's memory",
+    "This worker's log has the reason, at local_path_refused. Run both workers as one user; let those on GPUs see all "
+    "of them. With --local-sockets off, UCX is the expected path.",
 )
 _EXPLAINED_RDMA = (
     "both UCX libraries offer RDMA, but the connection does not use it",

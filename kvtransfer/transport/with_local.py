@@ -72,9 +72,9 @@ class WithLocal:
         """Connects over UCX."""
         return await self._remote.connect(address)
 
-    async def connect_locally(self, address: LocalAddress) -> Peer:
-        """Connects within the host. Raises: PeerLost."""
-        return await self._local.connect(address)
+    async def connect_locally(self, address: LocalAddress, memory: ShareableMemory | None = None) -> Peer:
+        """Connects within the host. Raises: PeerLost, also when the other process cannot map `memory`."""
+        return await self._local.connect(address, memory)
 
     def disconnect(self, peer: Peer) -> None:
         """Disconnects."""

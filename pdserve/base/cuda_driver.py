@@ -16,7 +16,7 @@ from typing import Any
 
 #: Values of CUDA's enumerations.
 _PINNED, _POSIX_DESCRIPTOR, _ON_DEVICE, _RECOMMENDED = 1, 1, 1, 1
-_EXPORTS_DESCRIPTORS = 103
+_EXPORTS_DESCRIPTORS, _DEVICE_ORDINAL = 103, 9
 _READ, _READ_AND_WRITE = 1, 3
 
 
@@ -106,6 +106,13 @@ class CudaDriver:
             with self._released(handle):
                 # Not every driver maps memory to be read only.
                 return self._mapped(device, handle, num_bytes, [_READ, _READ_AND_WRITE])
+
+    def device_of(self, address: int) -> int:
+        device = ctypes.c_int()
+        self._call(
+            "cuPointerGetAttribute", ctypes.byref(device), ctypes.c_int(_DEVICE_ORDINAL), ctypes.c_ulonglong(address)
+        )
+        return device.value
 
     def unmap(self, device: int, address: int, num_bytes: int) -> None:
         with self._on(device):

@@ -22,6 +22,9 @@ class GpuDriver(Protocol):
     def map(self, device: int, file: int, num_bytes: int) -> int:
         """The address at which this device reads another process's memory."""
 
+    def device_of(self, address: int) -> int:
+        """The GPU that has the memory at an address."""
+
     def unmap(self, device: int, address: int, num_bytes: int) -> None:
         """Takes back what `allocate` or `map` returned. Nothing may use the memory any more."""
 
@@ -38,10 +41,11 @@ class GpuBytes:
     ndim = 1
     dtype = np.dtype(np.uint8)
 
-    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
-        """`owner`: kept alive, and with it the memory."""
+    def __init__(self, device: int, address: int, num_bytes: int, owner: object) -> None:
+        """`device`: the GPU that has the memory. `owner`: kept alive, and with it the memory."""
         self.nbytes = num_bytes
-        self._address = address
+        self.device = device
+        self.address = address
         self._owner = owner
         #: Version 3 of the interface. Without a stream: the memory is ready when it is handed out.
         self.__cuda_array_interface__ = {
@@ -56,7 +60,7 @@ class GpuBytes:
 
     def __getitem__(self, span: slice) -> GpuBytes:
         start, stop, _ = span.indices(self.nbytes)
-        return GpuBytes(self._address + start, max(0, stop - start), self._owner)
+        return GpuBytes(self.device, self.address + start, max(0, stop - start), self._owner)
 
 
 class _Mapping:
@@ -109,5 +113,6 @@ def map_to_read(device: int, file: int, num_bytes: int) -> Bytes:
 
 
 def _buffer(device: int, address: int, num_bytes: int) -> Bytes:
-    buffer: Bytes = GpuBytes(address, num_bytes, _Mapping(device, address, num_bytes))  # type: ignore[assignment]
+    mapping, owner = _Mapping(device, address, num_bytes), open_driver().device_of(address)
+    buffer: Bytes = GpuBytes(owner, address, num_bytes, mapping)  # type: ignore[assignment]
     return buffer

@@ -779,12 +779,17 @@ class DataEndpoint(_message.Message):
     LOCAL_ADDRESS_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
     READABLE_GPUS_FIELD_NUMBER: _builtins.int
+    GPU_LOCAL_ADDRESS_FIELD_NUMBER: _builtins.int
     device_memory: _builtins.bool
     """Blocks are in the memory of a GPU on their way."""
     local_address: _builtins.bytes
-    """Where it takes messages from processes of its host, as kvtransfer/transport/local/address.py packs it. Empty: nowhere."""
+    """Where it takes offers from processes of its host, as kvtransfer/transport/local/address.py packs it. Empty: nowhere,
+    or its blocks are in the memory of a GPU.
+    """
     gpu: _builtins.str
     """UUID of the GPU that has its blocks. Empty: they are in host memory."""
+    gpu_local_address: _builtins.bytes
+    """As local_address, if its blocks are in the memory of a GPU. Releases that offer only host memory do not see it."""
     @_builtins.property
     def host(self) -> Global___HostIdentity: ...
     @_builtins.property
@@ -809,10 +814,11 @@ class DataEndpoint(_message.Message):
         local_address: _builtins.bytes = ...,
         gpu: _builtins.str = ...,
         readable_gpus: _abc.Iterable[_builtins.str] | None = ...,
+        gpu_local_address: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "excluded_paths", b"excluded_paths", "gpu", b"gpu", "host", b"host", "lanes", b"lanes", "local_address", b"local_address", "readable_gpus", b"readable_gpus"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "excluded_paths", b"excluded_paths", "gpu", b"gpu", "gpu_local_address", b"gpu_local_address", "host", b"host", "lanes", b"lanes", "local_address", b"local_address", "readable_gpus", b"readable_gpus"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

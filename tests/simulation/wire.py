@@ -19,7 +19,7 @@ from kvtransfer.transport.local.incoming_peer import OfferedBlocks
 from kvtransfer.transport.local.offer import Offer
 from kvtransfer.transport.tag_matcher import OpensInboxes, TagMatcher
 from pdserve.base.errors import PeerLost, TransferError
-from pdserve.base.shared_memory import SharedMemory
+from pdserve.base.shared_memory import ShareableMemory
 from tests.simulation.loop import Process, current_process
 from tests.simulation.network import Network
 
@@ -93,11 +93,11 @@ class WireTransport(OpensInboxes[_Message]):
         """None: blocks are sent."""
         return LocalAddress(directory="host", name=self._address.hex(), token=bytes(32)) if self._shares else None
 
-    def share(self, memory: SharedMemory) -> None:
+    def share(self, memory: ShareableMemory) -> None:
         """From now on blocks are offered."""
         self._shares = True
 
-    def unshare(self, memory: SharedMemory) -> None:
+    def unshare(self, memory: ShareableMemory) -> None:
         """Nothing is mapped."""
 
     def reaches(self, address: LocalAddress) -> bool:
@@ -109,7 +109,7 @@ class WireTransport(OpensInboxes[_Message]):
         assert isinstance(peer, WirePeer)
         return peer.is_local
 
-    async def connect_locally(self, address: LocalAddress) -> WirePeer:
+    async def connect_locally(self, address: LocalAddress, memory: ShareableMemory | None = None) -> WirePeer:
         """As `connect`."""
         peer = await self.connect(bytes.fromhex(address.name))
         peer.is_local = True
@@ -186,7 +186,7 @@ class WireTransport(OpensInboxes[_Message]):
             loop.call_at(at + 3.0 * chance.random(), target._arrive, copy, context=target.process.context)
         return send
 
-    def offer(self, peer: Peer, memory: SharedMemory, offer: Offer) -> Operation:
+    def offer(self, peer: Peer, memory: ShareableMemory, offer: Offer) -> Operation:
         """Offers blocks, with the fault that is planned."""
         assert isinstance(peer, WirePeer)
         operation = Operation(offer.first_tag, memory.bytes)

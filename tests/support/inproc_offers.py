@@ -53,7 +53,7 @@ class InprocWithOffers(InprocTransport):
     def is_local(self, peer: Peer) -> bool:
         return isinstance(peer, LocalPeer)
 
-    async def connect_locally(self, address: LocalAddress) -> LocalPeer:
+    async def connect_locally(self, address: LocalAddress, memory: ShareableMemory | None = None) -> LocalPeer:
         if address.name not in _LISTENING:
             raise PeerLost("Nobody listens there.")
         return LocalPeer(address.name)

@@ -85,9 +85,13 @@ class LocalExchange:
         """Whether the address is in this process's directory."""
         return address.directory == self._directory.identity
 
-    async def connect(self, target: LocalAddress) -> LocalPeer:
-        """Connects to a process of this user, and shows it the memory. Raises: PeerLost."""
-        peer = LocalPeer(self._directory.connect(target), target.token, self._memories, self._peers.discard)
+    async def connect(self, target: LocalAddress, memory: ShareableMemory | None = None) -> LocalPeer:
+        """Connects to a process of this user, which maps `memory` first; other memory is shown when it is offered.
+
+        Raises: PeerLost.
+        """
+        shown = [] if memory is None else [memory]
+        peer = LocalPeer(self._directory.connect(target), target.token, shown, self._peers.discard)
         if not peer.closed:
             self._peers.add(peer)
         try:

@@ -128,7 +128,11 @@ class IncomingPeer:
             raise ValueError("its memory did not arrive: this process may have too many open files")
         if number in self._memories or len(self._memories) >= _MAX_MEMORIES:
             raise ValueError(f"it shows more than {_MAX_MEMORIES} memories, or one twice")
-        self._memories[number] = self._map_memory(descriptor, num_bytes, is_on_gpu=is_on_gpu)
+        try:
+            self._memories[number] = self._map_memory(descriptor, num_bytes, is_on_gpu=is_on_gpu)
+        except (OSError, ValueError) as error:
+            self._socket.send(packets.refused(str(error)))
+            raise
         if self._num_missing:
             self._num_missing -= 1
             self._welcome()

@@ -96,6 +96,8 @@ class LocalPeer:
         try:
             if kind == packets.WELCOME and not self.welcome.done():
                 self.welcome.set_result(None)
+            elif kind == packets.REFUSED:
+                self.end(PeerLost(f"The peer cannot map this worker's memory: {packets.read_refused(body)}."))
             elif kind == packets.TAKEN and descriptor is None:
                 if (operation := self._unfinished.pop(packets.read_taken(body), None)) is not None:
                     operation.complete()

@@ -3,6 +3,7 @@
 sender                           receiver
 HELLO token, count          ->
 MEMORY id, size, descriptor ->                  maps the memory; GPU_MEMORY: that of a GPU
+                            <-   REFUSED why    it cannot, and closes
                             <-   WELCOME        when the first `count` memories are mapped
 OFFER id, messages, starts  ->                  copies the messages' blocks into its own
                             <-   TAKEN tag      the sender may use the blocks of the offer with that first tag again
@@ -20,7 +21,8 @@ from kvtransfer.transport.local.address import TOKEN_BYTES
 from kvtransfer.transport.local.offer import MAX_BLOCKS, Offer
 
 #: First byte of each packet. A release that offers otherwise says HELLO with another byte, and is refused.
-HELLO, WELCOME, MEMORY, GPU_MEMORY, OFFER, TAKEN, FORGET = b"h", b"W", b"M", b"G", b"O", b"T", b"F"
+HELLO, WELCOME, MEMORY, GPU_MEMORY, REFUSED = b"h", b"W", b"M", b"G", b"R"
+OFFER, TAKEN, FORGET = b"O", b"T", b"F"
 
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
 _OFFER = struct.Struct("<IQIIQ")
@@ -30,6 +32,7 @@ _FORGET = struct.Struct("<I")
 _START_BYTES = 8
 MAX_PACKET_BYTES = 1 + _OFFER.size + MAX_BLOCKS * _START_BYTES
 _MAX_MEMORY_BYTES = 1 << 62
+_MAX_REASON_BYTES = 1000
 
 
 class Malformed(Exception):
@@ -87,6 +90,16 @@ def read_memory(body: bytes) -> tuple[int, int]:
     """Number and size in bytes. Raises `Malformed`."""
     number, num_bytes = _fields(_MEMORY, body)
     return number, num_bytes
+
+
+def refused(reason: str) -> bytes:
+    """The last packet to a sender whose memory cannot be mapped."""
+    return REFUSED + reason.encode()[:_MAX_REASON_BYTES]
+
+
+def read_refused(body: bytes) -> str:
+    """Why the memory cannot be mapped."""
+    return body[:_MAX_REASON_BYTES].decode(errors="replace")
 
 
 def forget(number: int) -> bytes:

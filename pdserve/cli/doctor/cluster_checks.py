@@ -166,14 +166,15 @@ def _redis(facts: RedisFacts, seen_from: str) -> Iterator[Finding]:
 
 
 def _pairs(facts: ClusterFacts) -> Iterator[Finding]:
+    on_gpus = {each.worker_id for each in facts.workers if each.facts is not None and each.facts.device != "cpu"}
     for pair in facts.pairs:
-        yield _pair(pair)
+        yield _pair(pair, on_gpus=not on_gpus.isdisjoint((pair.prefill, pair.decode)))
     if len(facts.pairs) < facts.num_pairs:
         found = f"{len(facts.pairs)} of {facts.num_pairs} pairs of workers tested"
         yield info("transfers", "workers", found, "Test more with --max-pairs.")
 
 
-def _pair(pair: PairProbe) -> Finding:
+def _pair(pair: PairProbe, *, on_gpus: bool) -> Finding:
     subject = f"{pair.prefill} to {pair.decode}"
     if pair.is_busy:
         return info("transfers", subject, "not tested: the workers serve requests", "Repeat when they are idle.")
@@ -182,7 +183,8 @@ def _pair(pair: PairProbe) -> Finding:
         return error("transfers", subject, f"the test transfer failed: {pair.error}", remedy)
     share = pair.bytes_per_s / pair.memory_copy_bytes_per_s if pair.memory_copy_bytes_per_s else 0.0
     speed = f"{pair.bytes_per_s / _GB:.2f} GB/s"
-    found = f"{pair.actual or 'path unknown'}, {speed}, {share:.0%} of a plain copy"
+    of_what = " of host memory" if on_gpus else ""
+    found = f"{pair.actual or 'path unknown'}{of_what}, {speed}, {share:.0%} of a plain copy"
     if pair.cause:
         return warning(
             "transfers",

@@ -123,9 +123,8 @@ def staged_on_device(
     kv_cache: KvCache, stage: Tensor, bundle_blocks: int | None = None, offers: OfferedMemory | None = None
 ) -> StagedMemory:
     """Block memory whose stage is `stage`, uint8 on the cache's device."""
-    buffer: Buffer = (
-        stage.numpy() if stage.device.type == "cpu" else cast(Buffer, GpuBytes(stage.data_ptr(), stage.nbytes, stage))
-    )
+    on_gpu = GpuBytes(stage.device.index or 0, stage.data_ptr(), stage.nbytes, owner=stage)
+    buffer: Buffer = stage.numpy() if stage.device.type == "cpu" else cast(Buffer, on_gpu)
     return StagedMemory(DeviceCopies(kv_cache, stage), buffer, kv_cache.layout.block_bytes, bundle_blocks, offers)
 
 

@@ -7,9 +7,10 @@ receiver's own event says when it has read them.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from kvtransfer.transport import Buffer
 from kvtransfer.transport.local.offer import MAX_BLOCKS
 from pdserve.base.device_event import HostVisibleEvent
 from pdserve.base.errors import TransferError
+from pdserve.base.gpu_memory import GpuBytes
 from pdserve.base.ids import BlockId
 from pdserve.base.shared_memory import ShareableMemory
 from pdserve.base.tasks import run_to_completion
@@ -32,16 +34,15 @@ from pdserve.engine.gpu_identity import gpu_identity
 from pdserve.engine.kv_cache import KvCache
 from pdserve.worker.config import GPU_LAYER_GROUPS
 from pdserve.worker.kv_bytes.device_launches import DeviceLaunches, EventWatch, Slot
-from pdserve.worker.kv_bytes.digest_keys import DigestKeys, TransferKeys
+from pdserve.worker.kv_bytes.digest_keys import LAUNCHING, DigestKeys, TransferKeys
 
 Starts = npt.NDArray[np.int64]
 
 #: Bytes of one offer. With fewer, more time goes to launches and messages; with more, other transfers wait longer.
 _RUN_BYTES = 256 << 20
-#: Recent transfers whose keys are kept. Those of one are as large as a block's layers in a message.
-_KEPT_KEYS = 32
-#: Bytes of other processes' memory by which torch is asked on which device it sees them.
-_PROBED_BYTES = 512
+#: Transfers whose keys are kept, as many as are open at a time, and at most so many bytes of them. Those of one are as
+#: large as a block's layers in a message.
+_KEPT_KEYS, _KEPT_KEY_BYTES = 256, 128 << 20
 
 
 class DeviceOffers:
@@ -54,11 +55,12 @@ class DeviceOffers:
         self.gpu = gpu
         self._cache = cache
         self._device = cache.tensor.device
-        self._keys = DigestKeys(self._device, _KEPT_KEYS)
+        key_bytes = cache.layout.block_bytes // min(GPU_LAYER_GROUPS, cache.layout.num_layers)
+        self._keys = DigestKeys(self._device, min(_KEPT_KEYS, max(1, _KEPT_KEY_BYTES // key_bytes)))
         self._launches = DeviceLaunches(self._device, "kv-launches")
-        self._steps = EventWatch("kv-steps")
-        #: The devices on which torch sees other processes' memory.
-        self._devices: WeakKeyDictionary[Buffer, torch.device] = WeakKeyDictionary()
+        self._steps = EventWatch(self._device, "kv-steps")
+        #: Layers of messages whose kernels are compiled.
+        self._compiled: set[tuple[int, int]] = set()
 
     @property
     def shared(self) -> ShareableMemory | None:
@@ -77,33 +79,39 @@ class DeviceOffers:
             await self._steps.occurred(spec.after)
 
     async def digests(self, bundles: Sequence[Bundle], spec: MessageSpec) -> Digests:
-        launching = self._launching(bundles, spec)
+        launching = await self._launching(bundles, spec)
         return await self._launches.launch(launching.digest, partial(launching.digests_of, digest=spec.digest))
 
     async def pull(self, source: Buffer, starts: Starts, bundles: Sequence[Bundle], spec: MessageSpec) -> list[bytes]:
         ids, rest = np.divmod(starts - self._span(spec.layers).start, self._cache.layout.block_bytes)
         if rest.any():
             raise TransferError("What was offered does not lie where this layout has blocks.")
-        launching = self._launching(bundles, spec)
+        launching = await self._launching(bundles, spec)
         gather = partial(launching.gather, self._cache_in(source), ids)
         launch = await self._launches.launch(gather, partial(launching.digests_of, digest=spec.digest))
         return await run_to_completion(launch.found())
 
-    def warm_up(self, messages: Sequence[slice]) -> None:
-        """Copies blocks onto themselves, so that no request pays for compiling. `messages`: their layers."""
-        cache, keys, slot = self._cache, TransferKeys(bytes(KEY_BYTES), self._device), Slot(self._device)
-        for layers in messages:
-            num_bytes = self._slice_bytes(layers)
-            largest = min(MAX_BLOCKS, _RUN_BYTES // num_bytes, cache.num_blocks)
-            counts = {1, min(2, cache.num_blocks), largest if largest * num_bytes >= kernels.LARGE_BYTES else 1}
-            for count in counts:
-                launching = _Launching(cache.tensor, [[BlockId(block) for block in range(count)]], layers, keys)
-                for launch in (launching.digest, partial(launching.gather, cache.tensor, launching.ids)):
-                    launch(slot)
-                    if self._device.type == "cuda":
-                        torch.cuda.synchronize(self._device)  # Before the slot is used again.
+    def compile(self, messages: Sequence[slice]) -> None:
+        """Compiles the kernels for messages of these layers, with a block of its own. Takes seconds. On any thread."""
+        on_gpu = self._device.type == "cuda"
+        stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
+        with LAUNCHING, nullcontext() if stream is None else torch.cuda.stream(stream):
+            scratch = torch.zeros_like(self._cache.tensor[:1])
+            keys, slot = TransferKeys(bytes(KEY_BYTES), self._device), Slot(self._device)
+            for layers in messages:
+                largest = min(MAX_BLOCKS, _RUN_BYTES // self._slice_bytes(layers))
+                is_other = largest * self._slice_bytes(layers) >= kernels.LARGE_BYTES
+                for count in (1, 2, *([largest] if is_other else [])):
+                    launching = _Launching(scratch, [[BlockId(0)] * count], layers, keys)
+                    for launch in (launching.digest, partial(launching.gather, scratch, launching.ids)):
+                        launch(slot)
+                        if stream is not None:
+                            stream.synchronize()  # Before the slot is used again.
+                self._compiled.add((layers.start, layers.stop))
 
-    def _launching(self, bundles: Sequence[Bundle], spec: MessageSpec) -> _Launching:
+    async def _launching(self, bundles: Sequence[Bundle], spec: MessageSpec) -> _Launching:
+        if (spec.layers.start, spec.layers.stop) not in self._compiled:
+            await asyncio.to_thread(self.compile, [spec.layers])
         return _Launching(self._cache.tensor, bundles, spec.layers, self._keys.of(spec.digest.device_key))
 
     def _slice_bytes(self, layers: slice) -> int:
@@ -116,19 +124,10 @@ class DeviceOffers:
 
     def _cache_in(self, source: Buffer) -> Tensor:
         """Another process's cache, as a tensor of its blocks: [blocks, ...]."""
-        memory, own = torch.as_tensor(source, device=self._device_of(source)), self._cache.tensor
+        own, memory = self._cache.tensor, _as_tensor(source, self._device)
         num_blocks = len(memory) // self._cache.layout.block_bytes
         blocks = memory[: num_blocks * self._cache.layout.block_bytes].view(own.dtype)
         return blocks.view(num_blocks, *own.shape[1:])
-
-    def _device_of(self, source: Buffer) -> torch.device:
-        """The device on which torch sees memory that the own one reads: the one that has it. It would copy others."""
-        if self._device.type == "cpu":
-            return self._device
-        found = self._devices.get(source)
-        if found is None:
-            found = self._devices[source] = _seen_on(source[:_PROBED_BYTES], self._device)
-        return found
 
 
 class _Launching:
@@ -144,14 +143,14 @@ class _Launching:
         self.keys = keys
 
     def digest(self, slot: Slot) -> int:
-        sums, (ids,) = self._prepared(slot, self.ids)
+        sums, [ids] = self._prepared(slot, self.ids)
         keys = self.keys.on_device(self.packed_bytes)
         kernels.digest(kernels.Blocks(self.cache, ids), keys, sums, layers=self.layers)
         return len(sums)
 
     def gather(self, source: Tensor, source_ids: Starts, slot: Slot) -> int:
         """`source`: another cache, of which the blocks are copied."""
-        sums, (ids, ids_there) = self._prepared(slot, self.ids, source_ids)
+        sums, [ids, ids_there] = self._prepared(slot, self.ids, source_ids)
         here, there = kernels.Blocks(self.cache, ids), kernels.Blocks(source, ids_there)
         kernels.gather(there, here, self.keys.on_device(self.packed_bytes), sums, layers=self.layers)
         return len(sums)
@@ -168,26 +167,28 @@ class _Launching:
 
     def _prepared(self, slot: Slot, *ids: Starts) -> tuple[Tensor, list[Tensor]]:
         """Memory for sums, and the ids on the device."""
-        together = np.concatenate(ids)
-        slot.ids_here.numpy()[: len(together)] = together
-        on_device = slot.ids[: len(together)]
-        on_device.copy_(slot.ids_here[: len(together)], non_blocking=True)
-        num_sums = kernels.num_sums(self.cache, len(self.ids), self.layers)
+        count, on_device = len(self.ids), list[Tensor]()
+        for each, here, there in zip(ids, slot.ids_here, slot.ids, strict=False):
+            here[:count] = torch.from_numpy(each)
+            on_device.append(there[:count].copy_(here[:count], non_blocking=True))
+        num_sums = kernels.num_sums(self.cache, count, self.layers)
         slot.hold(num_sums)
-        return slot.sums[:num_sums], list(on_device.view(len(ids), -1))
+        return slot.sums[:num_sums], on_device
 
 
 def _ids_of(bundles: Sequence[Bundle]) -> Starts:
     return np.fromiter((block_id for bundle in bundles for block_id in bundle), np.int64)
 
 
-def _seen_on(memory: Buffer, own: torch.device) -> torch.device:
-    address = memory.__cuda_array_interface__["data"][0]  # type: ignore[attr-defined]
-    others = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-    for device in (own, *others):
-        if torch.as_tensor(memory, device=device).data_ptr() == address:
-            return device
-    raise TransferError("torch does not find the GPU that has another process's memory.")
+def _as_tensor(memory: object, own: torch.device) -> Tensor:
+    """Memory that a device reads, as a tensor on the device that has it: on another one, torch would copy it."""
+    if own.type == "cpu":
+        return torch.as_tensor(memory)
+    if not isinstance(memory, GpuBytes):
+        raise TransferError("Host memory was offered to a worker on a GPU.")
+    tensor = torch.as_tensor(memory, device=torch.device("cuda", memory.device))
+    assert tensor.data_ptr() == memory.address
+    return tensor
 
 
 def offers_on_gpu(cache: KvCache) -> DeviceOffers | None:
@@ -196,5 +197,5 @@ def offers_on_gpu(cache: KvCache) -> DeviceOffers | None:
         return None
     offers = DeviceOffers(cache, gpu_identity(cache.tensor.device).uuid)
     num_layers = cache.layout.num_layers
-    offers.warm_up(LayerGroups.of(cache.layout, min(GPU_LAYER_GROUPS, num_layers)).layers)
+    offers.compile(LayerGroups.of(cache.layout, min(GPU_LAYER_GROUPS, num_layers)).layers)
     return offers

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 
 import torch
 from torch import Tensor
 
-from kernels.reference import blocks as reference
+from kernels.reference.blocks import LANES, num_key_pairs
 from kernels.triton import blocks as kernels
+from pdserve.base.config import variable
 
-#: Serializes launches from the threads of concurrent transfers: Triton's interpreter has only one grid.
-LAUNCHING = Lock()
-
-_HOST = torch.device("cpu")
+#: Held by threads that launch: Triton's interpreter has only one grid.
+LAUNCHING: AbstractContextManager[object] = Lock() if variable("TRITON_INTERPRET") else nullcontext()
 
 
 class TransferKeys:
-    """The keys of one transfer."""
+    """The keys of one transfer. Its methods are called on the stream that uses them."""
 
     def __init__(self, key: bytes, device: torch.device) -> None:
         """`key`: 16 bytes."""
-        #: Those that a digest's last step needs, in host memory.
-        self.first = reference.digest_keys(key, 0, _HOST)
         self._key = key
         self._device = device
         self._stretched: Tensor | None = None
+        #: Those that a digest's last step needs, in host memory, behind the first launch that uses the keys.
+        self.first = torch.empty(3 * LANES, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def on_device(self, packed_bytes: int) -> Tensor:
-        """Keys for packed blocks of up to that size. Launches at first, on the current stream."""
-        if self._stretched is None or len(self._stretched) < reference.num_key_pairs(packed_bytes):
+        """Keys for packed blocks of up to that size. Launches at first."""
+        if self._stretched is None or len(self._stretched) < num_key_pairs(packed_bytes):
             self._stretched = kernels.digest_keys(self._key, packed_bytes, self._device)
+            self.first.copy_(self._stretched[: 3 * LANES], non_blocking=True)
         return self._stretched
 
 

@@ -31,9 +31,12 @@ def require_handover_memory(config: WorkerConfig) -> None:
 
 
 def bind_thread(config: WorkerConfig) -> None:
-    """Gives the calling thread the GPU's context, which UCX looks up in the thread that starts and drives it."""
-    if config.handover_memory == "device":
-        device = torch.device(config.device)
+    """Gives the calling thread the GPU's context, which UCX looks up in the thread that starts and drives it.
+
+    Without it, CUDA would make one on the first GPU when the thread asks for an event.
+    """
+    device = torch.device(config.device)
+    if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
         torch.cuda.synchronize(device)
 

@@ -55,6 +55,7 @@ def _share(profile: MemoryProfile, utilization: float) -> int:
         raise SetupError(
             f"--gpu-memory-utilization {utilization:g} is {show_bytes(share)} of the GPU's "
             f"{show_bytes(profile.total)}, but only {show_bytes(profile.free)} were free: other processes use the "
-            f"rest. Stop them, or set it to at most {int(100 * profile.free / profile.total) / 100:g}."
+            "rest, or, being stopped, still map the cache of a worker that was killed. End them, or set it to at most "
+            f"{int(100 * profile.free / profile.total) / 100:g}."
         )
     return share

@@ -50,4 +50,4 @@ class Memory:
 
         there = torch.from_numpy(payload).to(self._device)
         torch.cuda.synchronize(self._device)
-        return cast(Buffer, GpuBytes(there.data_ptr(), there.nbytes, there))
+        return cast(Buffer, GpuBytes(there.device.index, there.data_ptr(), there.nbytes, there))

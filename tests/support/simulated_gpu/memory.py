@@ -53,6 +53,9 @@ class Driver:
         except (OSError, ValueError) as error:
             raise CudaError(f"cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE (1): {error}") from error
 
+    def device_of(self, address: int) -> int:
+        return 0
+
     def unmap(self, device: int, address: int, num_bytes: int) -> None:
         memory = self.mapped.pop(address)
         assert len(memory) == num_bytes
@@ -64,7 +67,7 @@ class Driver:
 
     def tensor_of(self, buffer: GpuBytes) -> DeviceTensor:
         """Mapped memory as a tensor of bytes on the device, which keeps the buffer."""
-        address, num_bytes = buffer.__cuda_array_interface__["data"][0], buffer.nbytes
+        address, num_bytes = buffer.address, buffer.nbytes
         for start, memory in self.mapped.items():
             if start <= address and address + num_bytes <= start + len(memory):
                 with warnings.catch_warnings():

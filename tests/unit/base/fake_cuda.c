@@ -165,6 +165,12 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const CUmemAccessDesc 
   return mprotect((void *)(uintptr_t)address, size, rights) ? INVALID_VALUE : SUCCESS;
 }
 
+CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr address) {
+  REQUIRE(attribute == 9 && address, INVALID_VALUE);
+  *(int *)data = DEVICE + 1;
+  return SUCCESS;
+}
+
 CUresult cuGetErrorName(CUresult error, const char **name) {
   *name = error == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_INVALID_VALUE";
   return SUCCESS;

@@ -78,6 +78,7 @@ def test_memory_is_read_by_others_until_each_has_unmapped_it(cuda: FakeCuda) -> 
     assert not os.get_inheritable(memory.file)
     ctypes.memset(address_of(memory.bytes), 7, 100)
     peer = map_to_read(DEVICE, memory.file, memory.num_bytes)
+    assert peer.device == DEVICE + 1  # type: ignore[comparison-overlap]
     assert cuda.live == (0, 2, 2)
     assert address_of(peer) != address_of(memory.bytes)
     del memory  # As if its process were killed.

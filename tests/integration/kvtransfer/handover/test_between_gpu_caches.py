@@ -19,7 +19,7 @@ from kvtransfer.handover.ticket import Commit, Ticket, commit_to_proto, ticket_t
 from pdserve.base import gpu_memory
 from pdserve.base.errors import StaleError, TransferError
 from pdserve.base.gpu_memory import GpuDriver
-from pdserve.worker.kv_bytes import device_launches
+from pdserve.worker.kv_bytes.device_launches import DeviceLaunches, Launch
 from tests.integration.kvtransfer.handover.gpu_worker import (
     BLOCKS,
     FILLED,
@@ -47,7 +47,7 @@ class Mappings:
         self._addresses: set[int] = set()
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        self.allocate = driver.allocate
+        self.allocate, self.device_of = driver.allocate, driver.device_of
 
     @property
     def count(self) -> int:
@@ -119,19 +119,19 @@ async def test_after_a_kill_of_a_prefill_worker_another_one_fills_the_blocks(
     start: StartWorker, mappings: Mappings, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_copying, may_end = asyncio.Event(), asyncio.Event()
-    ended = device_launches.Launch.ended
+    wait_for = DeviceLaunches.wait_for
 
-    async def held(self: device_launches.Launch, watch: device_launches.EventWatch) -> None:
+    async def held(self: DeviceLaunches, launch: Launch) -> list[bytes]:
         is_copying.set()
         await may_end.wait()
-        await ended(self, watch)
+        return await wait_for(self, launch)
 
     async with decoding() as (cache, receiver):
         victim, other = await start("prefill"), await start("prefill")
         ticket = await receiver.grant(reservation(), attempt=1)
         await opened(victim, ticket)
         if point == "in a copy":
-            monkeypatch.setattr(device_launches.Launch, "ended", held)
+            monkeypatch.setattr(DeviceLaunches, "wait_for", held)
         for group in range({"opened": 0, "first group": 1, "in a copy": 1}.get(point, LAYER_GROUPS)):
             assert await victim.command(f"push {group}") == "pushed"
         commit = await victim.command("finish") if point == "commit sent" else None

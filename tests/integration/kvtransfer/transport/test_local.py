@@ -125,7 +125,9 @@ async def test_memory_that_is_no_longer_shared_is_unmapped(start: Callable[[], L
     sender, receiver, lasting, probe = start(), start(), filled(1), filled(2)
     for memory in (lasting, probe):
         sender.share(memory)
-    await sender.connect(receiver.listen())
+    peer = await sender.connect(receiver.listen(), lasting)
+    assert mapped_to_read() == 1
+    await sender.offer(peer, probe, one_block(1, 0, 100))
     assert mapped_to_read() == 2
     sender.unshare(probe)
     await until(lambda: mapped_to_read() == 1)
@@ -147,7 +149,8 @@ async def test_a_peer_that_has_ended_unnoticed_keeps_no_memory_at_the_others(
     for memory in (lasting, probe):
         sender.share(memory)
     for each in (ended, receiver):
-        await sender.connect(each.listen())
+        shown = await sender.connect(each.listen(), lasting)
+        await sender.offer(shown, probe, one_block(1, 0, 100))
     for peer in list(ended._senders):  # Its end of file is not read before the next turn.
         peer._socket._socket.shutdown(socket.SHUT_RDWR)
     sender.unshare(probe)
@@ -155,13 +158,13 @@ async def test_a_peer_that_has_ended_unnoticed_keeps_no_memory_at_the_others(
 
 
 async def test_a_process_that_closes_unmaps_on_its_thread(start: Callable[[], LocalExchange]) -> None:
-    sender, receiver = start(), start()
-    sender.share(filled(1))
-    await sender.connect(receiver.listen())
+    sender, receiver, memory = start(), start(), filled(1)
+    sender.share(memory)
+    await sender.connect(receiver.listen(), memory)
     threads, [incoming] = list[str](), receiver._senders
-    memory = incoming._memories[0]
-    weakref.finalize(memory, lambda: threads.append(threading.current_thread().name))
-    del memory
+    mapped = incoming._memories[0]
+    weakref.finalize(mapped, lambda: threads.append(threading.current_thread().name))
+    del mapped
     await receiver.close()
     assert threads == ["kv-unmaps_0"]
 
@@ -277,6 +280,7 @@ async def test_memory_that_could_shrink_or_that_is_a_gpus_is_not_mapped(
         async with asyncio.timeout(DEADLINE_S):
             assert await loop.sock_recv(raw, 9) == packets.WELCOME
             socket.send_fds(raw, [packets.memory(0, SIZE, is_on_gpu=is_on_gpu)], [file])
+            assert (await loop.sock_recv(raw, 99)).startswith(packets.REFUSED)
             assert await loop.sock_recv(raw, 9) == b""
     os.close(file)
     assert mapped_to_read() == 0
@@ -319,13 +323,13 @@ async def test_memory_that_cannot_be_mapped_refuses_the_sender_before_it_sends(
     def refuse(file: int, num_bytes: int) -> None:
         raise OSError(errno.ENOMEM, "no memory")
 
-    sender, receiver = start(), start()
-    sender.share(filled(1))
+    sender, receiver, memory = start(), start(), filled(1)
+    sender.share(memory)
     monkeypatch.setattr(shared_memory, "map_to_read", refuse)
-    with pytest.raises(PeerLost):
-        await sender.connect(receiver.listen())
+    with pytest.raises(PeerLost, match=r"cannot map this worker's memory: \[Errno 12\] no memory"):
+        await sender.connect(receiver.listen(), memory)
     monkeypatch.undo()
-    await sender.connect(receiver.listen())
+    await sender.connect(receiver.listen(), memory)
 
 
 async def test_descriptors_of_strangers_are_closed(
@@ -410,7 +414,7 @@ async def test_transfers_behind_one_that_was_refused_take_ucx_at_once(
 ) -> None:
     refused: list[LocalAddress] = []
 
-    async def refuse(address: LocalAddress) -> None:
+    async def refuse(address: LocalAddress, memory: object) -> None:
         refused.append(address)
         await asyncio.sleep(0)
         raise PeerLost("It does not answer.")

@@ -205,6 +205,14 @@ def test_a_redis_that_does_not_describe_itself_is_no_fault() -> None:
     assert exit_status(check_redis(RedisFacts(address="r:1", latency_s=0.001), "here")) == 0
 
 
+def test_what_is_measured_between_gpu_workers_is_said() -> None:
+    on_gpu = [(each, each.facts) for each in HEALTHY.workers]
+    workers = tuple(replace(each, facts=facts and replace(facts, device="cuda:0")) for each, facts in on_gpu)
+    found = check_cluster(replace(HEALTHY, workers=workers))
+    [finding] = [each for each in found if each.check == "transfers"]
+    assert "of host memory" in finding.found
+
+
 def test_all_pairs_are_tested_where_there_are_few() -> None:
     assert choose_pairs(["p0", "p1"], ["d0", "d1"], 4) == [("p0", "d0"), ("p0", "d1"), ("p1", "d0"), ("p1", "d1")]
     assert choose_pairs([], ["d0"], 4) == []

@@ -81,6 +81,13 @@ def test_blocks_stay_within_the_host_where_the_peer_reads_the_memory(
     assert expected_path(own, peer) == path
 
 
+def test_ucx_between_gpus_is_slower_than_copies_from_cache_to_cache() -> None:
+    staged = replace(ON_GPU, device_memory=True)
+    path = path_between(staged, staged, ("cuda_ipc", "tcp"), ALLOWED)
+    assert (path.expected, path.actual, path.is_degraded) == ("local", "cuda_ipc", True)
+    assert "local_path_refused" in path.remedy
+
+
 @pytest.mark.parametrize(
     ("ucx_tls", "excluded"),
     [

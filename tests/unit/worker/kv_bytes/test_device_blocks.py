@@ -162,7 +162,7 @@ async def test_a_ticket_for_other_digests_is_refused_with_a_remedy() -> None:
 
 def test_bytes_in_gpu_memory_have_the_cuda_array_interface() -> None:
     memory = torch.zeros(100, dtype=torch.uint8)
-    span = GpuBytes(memory.data_ptr(), memory.nbytes, memory)[10:30]
+    span = GpuBytes(0, memory.data_ptr(), memory.nbytes, memory)[10:30]
     assert (len(span), span.nbytes, span.ndim) == (20, 20, 1)
     assert span.__cuda_array_interface__["data"] == (memory.data_ptr() + 10, False)
     assert span.__cuda_array_interface__["shape"] == (20,)
@@ -214,10 +214,10 @@ async def test_ucx_takes_bytes_by_their_address() -> None:
     # UCX finds that this memory is the host's. For a GPU's memory, the call starts the same.
     sent, landed = torch.arange(1 << 20).to(torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
     ours, theirs = open_transport("ucx"), open_transport("ucx")
-    receive = theirs.post_receive(5, cast(Buffer, GpuBytes(landed.data_ptr(), landed.nbytes, landed)))
+    receive = theirs.post_receive(5, cast(Buffer, GpuBytes(0, landed.data_ptr(), landed.nbytes, landed)))
     peer = await ours.connect(await theirs.listen())
     async with asyncio.timeout(DEADLINE_S):
-        await ours.post_send(peer, 5, cast(Buffer, GpuBytes(sent.data_ptr(), sent.nbytes, sent)))
+        await ours.post_send(peer, 5, cast(Buffer, GpuBytes(0, sent.data_ptr(), sent.nbytes, sent)))
         await receive
     assert torch.equal(landed, sent)
     await ours.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from tests.support.devices import DEVICE, HAS_GPU, SIMULATED, gpu_only, keep_bus
 pytest.importorskip("triton")
 
 from kvtransfer.handover.digest import MessageDigest
+from kvtransfer.handover.layer_groups import LayerGroups
 from kvtransfer.handover.memory import MessageSpec
 from kvtransfer.handover.outgoing import OutgoingTransfer
 from kvtransfer.handover.receiver import Receiver
@@ -89,6 +92,8 @@ async def pair_of(*, layer_groups: int = 1, num_blocks: int = 9, gpus: Sequence[
     """`gpus`: those that the decode worker reads."""
     source, target = cache_of(num_blocks, 1), cache_of(num_blocks, 2)
     offers = [DeviceOffers(source, GPU), DeviceOffers(target, GPU)]
+    offers[0].compile([*LayerGroups.of(LAYOUT, layer_groups).layers, SPEC.layers])
+    offers[1]._compiled = offers[0]._compiled
     sending, receiving = InprocWithOffers("sender"), InprocWithOffers("receiver")
     endpoint = DataEndpoint(host=HOST, lanes=(), local=receiving.local_address, gpu=GPU, readable_gpus=frozenset(gpus))
     identity = ReceiverIdentity(
@@ -207,10 +212,10 @@ async def test_an_abort_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> N
     waits, may_end = asyncio.Event(), asyncio.Event()
     wait_for = device_launches.DeviceLaunches.wait_for
 
-    async def slow(self: device_launches.DeviceLaunches, launch: device_launches.Launch) -> None:
+    async def slow(self: device_launches.DeviceLaunches, launch: device_launches.Launch) -> list[bytes]:
         waits.set()
         await may_end.wait()
-        await wait_for(self, launch)
+        return await wait_for(self, launch)
 
     async with pair_of() as pair:
         ticket = await pair.grant(8, 2)
@@ -227,11 +232,55 @@ async def test_an_abort_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> N
             assert transfer.quiet
 
 
-def test_compiling_beforehand_changes_no_block() -> None:
-    cache = cache_of(3, 1)
-    before = cache.tensor.clone()
-    DeviceOffers(cache, GPU).warm_up([slice(0, 3), slice(1, 3)])
-    assert torch.equal(cache.tensor, before)
+async def test_kernels_of_other_layer_groups_are_compiled_on_a_thread_and_touch_no_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled, threads = DeviceOffers.compile, list[str]()
+
+    def noted(self: DeviceOffers, messages: Sequence[slice]) -> None:
+        threads.append(threading.current_thread().name)
+        compiled(self, messages)
+
+    async with pair_of() as pair:
+        memory, before = pair.offers[0], pair.source.tensor.cpu()
+        monkeypatch.setattr(DeviceOffers, "compile", noted)
+        for layers in (slice(0, 3), slice(0, 2), slice(1, 3), slice(1, 2), slice(1, 3)):
+            await (await memory.digests([blocks(1)], replace(SPEC, layers=layers))).found()
+        assert len(threads) == 2
+        assert threading.current_thread().name not in threads
+        assert torch.equal(pair.source.tensor.cpu(), before)
+
+
+async def test_host_memory_is_refused_by_a_worker_on_a_gpu() -> None:
+    if DEVICE.type == "cpu":
+        pytest.skip("blocks are in host memory here")
+    async with pair_of() as pair:
+        offered = np.zeros(9 * LAYOUT.block_bytes, np.uint8)
+        with pytest.raises(TransferError, match="Host memory was offered"):
+            await pair.offers[0].pull(offered, np.zeros(1, np.int64), [blocks(1)], SPEC)
+
+
+async def test_a_lost_gpu_fails_all_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cpu":
+        pytest.skip("nothing is waited for here")
+
+    async def lost(self: device_launches.EventWatch, event: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    async with pair_of() as pair:
+        memory = pair.offers[0]
+        stream = memory._launches._stream
+        with monkeypatch.context() as patched:
+            patched.setattr(device_launches.EventWatch, "occurred", lost)
+            with torch.cuda.stream(stream):
+                keep_busy()
+            found = [await memory.digests([blocks(1)], SPEC) for _ in range(device_launches._NUM_SLOTS)]
+            waiting = [asyncio.create_task(each.found()) for each in found]
+            taking = asyncio.create_task(memory.digests([blocks(1)], SPEC))
+            results = await asyncio.gather(*waiting, taking, return_exceptions=True)
+            assert all(isinstance(each, RuntimeError) for each in results)
+        torch.cuda.synchronize()
+        memory._launches._free += [device_launches.Slot(DEVICE) for _ in range(device_launches._NUM_SLOTS)]
 
 
 class TestOnHardware:
@@ -242,7 +291,7 @@ class TestOnHardware:
     async def test_digests_wait_for_their_event_and_for_no_later_launch(self) -> None:
         cache = cache_of(2, 1)
         memory = DeviceOffers(cache, GPU)
-        await (await memory.digests([blocks(0)], SPEC)).found()  # The first use compiles, and waits.
+        memory.compile([slice(0, 1)])
         keep_busy()
         cache.tensor[1, 0] = 5
         event = cache.record_event(1)
