@@ -138,8 +138,8 @@ class OutgoingTransfer:
         The commit goes out at once: the decode worker waits for the messages it overtakes.
         Raises: what `commit` raises; TransferTimeout when the lease ended, PeerLost.
         """
-        for indices, found in self._digests.waiting:
-            self._digests.found(indices, await found.found())
+        for indices, digests in self._digests.waiting:
+            self._digests.add_all(indices, await digests.found())
         self._advance(AllSent())
         message = signed_commit(
             self._ticket,

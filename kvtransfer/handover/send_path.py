@@ -48,7 +48,7 @@ class SentDigests:
         """The digest of a message."""
         self._digests[index] = digest
 
-    def found(self, indices: range, digests: Sequence[bytes]) -> None:
+    def add_all(self, indices: range, digests: Sequence[bytes]) -> None:
         """The digests of several messages."""
         self._digests[indices.start : indices.stop : indices.step] = digests
 

@@ -100,6 +100,8 @@ class DeviceLaunches:
         #: Callers that wait for one of them, and the task that follows the first one while there are any.
         self._num_waiting = 0
         self._following: asyncio.Task[None] | None = None
+        #: Why the GPU is lost; None: it is not.
+        self._lost: RuntimeError | None = None
         self._watch = EventWatch(device, name)
 
     async def launch(self, start: Callable[[Slot], int], read: Callable[[Tensor], list[bytes]]) -> Launch:
@@ -136,6 +138,8 @@ class DeviceLaunches:
             self._num_waiting -= 1
 
     async def _take(self) -> Slot:
+        if self._lost is not None:
+            raise self._lost
         self._reap()
         if self._free:
             return self._free.pop()
@@ -175,7 +179,8 @@ class DeviceLaunches:
                 assert event is not None
                 await self._watch.occurred(event)
                 self._reap()
-        except Exception as error:  # noqa: BLE001 - the GPU is lost, for all of them
+        except RuntimeError as error:  # As torch reports a lost GPU: for all of them, and for good.
+            self._lost = error
             while self._running:
                 self._running.popleft().digests.set_exception(error)
             while self._takers:

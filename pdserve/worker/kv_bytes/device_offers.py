@@ -40,8 +40,7 @@ Starts = npt.NDArray[np.int64]
 
 #: Bytes of one offer. With fewer, more time goes to launches and messages; with more, other transfers wait longer.
 _RUN_BYTES = 256 << 20
-#: Transfers whose keys are kept, as many as are open at a time, and at most so many bytes of them. Those of one are as
-#: large as a block's layers in a message.
+#: Maximum number of transfers whose keys are kept, and of the keys' bytes. A key is as large as a block's slice.
 _KEPT_KEYS, _KEPT_KEY_BYTES = 256, 128 << 20
 
 

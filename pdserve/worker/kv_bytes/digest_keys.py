@@ -37,20 +37,25 @@ class TransferKeys:
 
 
 class DigestKeys:
-    """The keys of recent transfers. Those that are dropped are still read by launches on the stream that made them."""
+    """The keys of recent transfers. Those that are dropped are still read by launches on the stream that made them.
+
+    On any thread.
+    """
 
     def __init__(self, device: torch.device, max_kept: int) -> None:
         """Each transfer's keys are as large as its packed blocks."""
         self._device = device
         self._max_kept = max_kept
+        self._lock = Lock()
         self._kept: OrderedDict[bytes, TransferKeys] = OrderedDict()
 
     def of(self, key: bytes) -> TransferKeys:
         """The keys of a transfer, whose key has 16 bytes."""
-        keys = self._kept.get(key)
-        if keys is None:
-            keys = self._kept[key] = TransferKeys(key, self._device)
-            if len(self._kept) > self._max_kept:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return keys
+        with self._lock:
+            keys = self._kept.get(key)
+            if keys is None:
+                keys = self._kept[key] = TransferKeys(key, self._device)
+                if len(self._kept) > self._max_kept:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(key)
+            return keys

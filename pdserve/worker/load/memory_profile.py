@@ -26,8 +26,8 @@ from pdserve.worker.load.kv_budget import show_bytes
 
 log = get_logger(__name__)
 
-#: How long more memory may take to become free: that of a killed worker is, within a second.
-FREED_S = 3.0
+#: Time without more free memory after which none is waited for.
+_FREED_S = 3.0
 _FREED_PAUSE_S = 0.1
 
 #: With penalties, truncation and log-probabilities: the settings for which sampling needs most memory.
@@ -128,7 +128,7 @@ class MemoryBefore:
 
 
 def await_free_memory(
-    memory: DeviceMemory, needed: int, *, limit_s: float = FREED_S, pause: Callable[[float], None] = time.sleep
+    memory: DeviceMemory, needed: int, *, limit_s: float = _FREED_S, pause: Callable[[float], None] = time.sleep
 ) -> int:
     """The free memory, as soon as `needed` bytes are free or no more comes for `limit_s`.
 

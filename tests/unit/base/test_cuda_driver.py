@@ -84,11 +84,11 @@ def test_memory_is_read_by_others_until_each_has_unmapped_it(cuda: FakeCuda) -> 
     del memory  # As if its process were killed.
     gc.collect()
     assert cuda.live == (0, 1, 1)
-    piece = peer[10:20]
-    assert (len(piece), address_of(piece)) == (10, address_of(peer) + 10)
+    inner = peer[10:20]
+    assert (len(inner), address_of(inner)) == (10, address_of(peer) + 10)
     del peer
     gc.collect()
-    assert read(address_of(piece), 10) == bytes([7] * 10)  # Whoever has a piece of it keeps it.
+    assert read(address_of(inner), 10) == bytes([7] * 10)  # A slice keeps the memory.
 
 
 def test_memory_is_mapped_to_be_written_where_it_cannot_be_read_only(cuda: FakeCuda) -> None:

@@ -34,6 +34,8 @@ from tests.support.machine import HOST
 pytestmark = pytest.mark.virtual_time
 
 LAUNCH_S, EVENT_S, MESSAGE_S = 40e-6, 60e-6, 80e-6
+#: Time in which a layer group of a prompt of 1,024 tokens is computed.
+STEP_S = 7e-3
 #: Bytes copied per second: each is read and written.
 COPY_BYTES_PER_S = 4273e9 / 2
 #: Blocks of 16 tokens of an 8B model.
@@ -177,7 +179,7 @@ async def hand_over(num_transfers: int, num_bytes: int, *, is_computing: bool = 
         async with sender.open(ticket, request_id=request) as transfer:
             for group in range(LAYER_GROUPS):
                 if is_computing and group == LAYER_GROUPS - 1:
-                    await asyncio.sleep(7e-3)
+                    await asyncio.sleep(STEP_S)
                 pushed_at = clock()
                 await transfer.push(blocks, group=group)
             await transfer.finish([1], receiver.commit)

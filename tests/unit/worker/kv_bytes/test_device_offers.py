@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -35,6 +36,7 @@ from pdserve.engine.kv_cache import KvCache
 from pdserve.worker.kv_bytes import device_launches
 from pdserve.worker.kv_bytes.device_blocks import staged_on_device
 from pdserve.worker.kv_bytes.device_offers import DeviceOffers
+from pdserve.worker.kv_bytes.digest_keys import DigestKeys
 from tests.support.inproc_offers import InprocWithOffers
 from tests.support.machine import HOST
 
@@ -279,8 +281,33 @@ async def test_a_lost_gpu_fails_all_that_wait_for_it(monkeypatch: pytest.MonkeyP
             taking = asyncio.create_task(memory.digests([blocks(1)], SPEC))
             results = await asyncio.gather(*waiting, taking, return_exceptions=True)
             assert all(isinstance(each, RuntimeError) for each in results)
+            with pytest.raises(RuntimeError, match="illegal memory access"):  # Nothing waits for a slot in vain.
+                await memory.digests([blocks(1)], SPEC)
         torch.cuda.synchronize()
         memory._launches._free += [device_launches.Slot(DEVICE) for _ in range(device_launches._NUM_SLOTS)]
+
+
+def test_keys_are_shared_by_threads() -> None:
+    keys, errors = DigestKeys(DEVICE, 2), list[BaseException]()
+
+    def use(first: int) -> None:
+        try:
+            for number in range(2000):
+                keys.of(bytes([first + number % 3] * 16))
+        except KeyError as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=use, args=(first,)) for first in (0, 1, 2, 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
 
 
 class TestOnHardware:
