@@ -26,7 +26,8 @@ import aiohttp
 
 from benchmarks.environment import describe, heading
 from benchmarks.result_files import write_results
-from pdserve.cli.private_redis import PrivateRedis, free_port
+from pdserve.cli.free_ports import free_port
+from pdserve.cli.private_redis import PrivateRedis
 from tests.integration.router_svc.fake_workers import fake_worker
 from tests.integration.router_svc.script import CallLog, Script
 from tests.support.redis import eventually

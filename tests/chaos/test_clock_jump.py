@@ -14,7 +14,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from pdserve.cli.private_redis import find_redis_server, free_port, server_argv, wait_until_ready
+from pdserve.cli.free_ports import free_port
+from pdserve.cli.private_redis import find_redis_server, server_argv, wait_until_ready
 from pdserve.redis.store import Store
 from tests.support.default_model import model_for_depth
 from tests.support.own_task import in_own_task

@@ -16,7 +16,8 @@ import aiohttp
 import pytest
 
 from kernels.choice import instruction_sets
-from pdserve.cli.private_redis import PrivateRedis, free_port
+from pdserve.cli.free_ports import free_port
+from pdserve.cli.private_redis import PrivateRedis
 from pdserve.model.resolve import resolve_model
 from tests.support.cluster import MODEL
 from tests.support.depth import IS_FULL

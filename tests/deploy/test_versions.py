@@ -21,7 +21,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve import __version__
-from pdserve.cli.private_redis import find_redis_server, free_port, server_argv, wait_until_ready
+from pdserve.cli.free_ports import free_port
+from pdserve.cli.private_redis import find_redis_server, server_argv, wait_until_ready
 from pdserve.model.resolve import DEFAULT_MODEL, resolve_model
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import queue
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +22,7 @@ from urllib.error import HTTPError, URLError
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdserve.cli import free_ports
 from pdserve.cli.private_redis import find_redis_server
 from pdserve.cli.router_client import get_model
 from pdserve.cli.status import ClusterStatus, WorkerStatus
@@ -40,24 +38,9 @@ _POLL_INTERVAL_S = 0.05
 T = TypeVar("T")
 
 
-#: Not the generator that tests seed.
-_RANDOM = random.SystemRandom()
-
-
 def free_port() -> int:
-    """A free port whose two successors are free too.
-
-    Below the ports that the kernel gives to connections, so that none of them takes it before it is used.
-    """
-    while True:
-        port = _RANDOM.randrange(20_000, 32_700, 4)
-        with contextlib.ExitStack() as sockets:
-            try:
-                for number in range(port, port + 3):
-                    sockets.enter_context(socket.socket()).bind(("127.0.0.1", number))
-            except OSError:
-                continue
-            return port
+    """A free port whose two successors are free too."""
+    return free_ports.free_port(1, 2)
 
 
 @dataclass(frozen=True, slots=True)

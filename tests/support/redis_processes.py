@@ -11,11 +11,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.cli.private_redis import find_redis_server, free_port, wait_until_ready
+from pdserve.cli.free_ports import free_port
+from pdserve.cli.private_redis import find_redis_server, wait_until_ready
 from pdserve.redis.store import Store
 from tests.support.redis import eventually
 
 NUM_SLOTS = 16_384
+#: A node of a cluster listens to the others at its own port plus this.
+_BUS_OFFSET = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +41,15 @@ class Server:
 @asynccontextmanager
 async def redis_process(directory: Path, *arguments: str) -> AsyncIterator[Server]:
     """A server with these arguments of redis-server and no data; it is killed at the end."""
-    port = _free_port()
+    port = free_port(_BUS_OFFSET)
     home = directory / str(port)
     home.mkdir()
     base = [str(find_redis_server()), *(item for item in arguments if item.endswith(".conf"))]
     base += ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(home), "--save", "", "--appendonly", "no"]
+    base += ["--loglevel", "warning"]
     command = [*base, *(item for item in arguments if not item.endswith(".conf"))]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+    # Its warnings stand in the report of a test that fails: why it does not start, for example.
+    process = await asyncio.create_subprocess_exec(*command)
     server = Server(port, process)
     try:
         await wait_until_ready(server.url, has_ended=lambda: process.returncode is not None)
@@ -60,13 +65,6 @@ def path_with_redis_server(directory: Path) -> str:
     link.unlink(missing_ok=True)
     link.symlink_to(find_redis_server())
     return f"{link.parent}{os.pathsep}{os.environ['PATH']}"
-
-
-def _free_port() -> int:
-    """A free port that leaves room for the port of a cluster's bus, 10,000 above it."""
-    while (port := free_port()) > 55_000:
-        pass
-    return port
 
 
 @asynccontextmanager

@@ -9,7 +9,8 @@ import signal
 import pytest
 
 from pdserve.base.errors import StoreError
-from pdserve.cli.private_redis import PrivateRedis, free_port
+from pdserve.cli.free_ports import free_port
+from pdserve.cli.private_redis import PrivateRedis
 from pdserve.redis.store import Reply, Store, as_bytes
 from tests.support.redis import eventually
 

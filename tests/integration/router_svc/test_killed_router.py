@@ -17,7 +17,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pdserve.cli.private_redis import PrivateRedis, free_port
+from pdserve.cli.free_ports import free_port
+from pdserve.cli.private_redis import PrivateRedis
 from pdserve.redis.store import Store
 from tests.integration.router_svc.fake_workers import fake_worker
 from tests.integration.router_svc.script import CallLog, Script

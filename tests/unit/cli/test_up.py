@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.private_redis import find_redis_server, free_port
+from pdserve.cli.free_ports import free_port
+from pdserve.cli.private_redis import find_redis_server
 from tests.support.deadline import DEADLINE_S
 from tests.unit.cli.fake_services import set_steps, with_fake_services
 

@@ -20,7 +20,7 @@ from pdserve import (
 )
 from pdserve.base.errors import Cancelled, NotFound, PeerLost
 from pdserve.base.wire import pooling_from_wire
-from pdserve.cli.private_redis import free_port
+from pdserve.cli.free_ports import free_port
 from pdserve.llm.client import derived_seed
 from tests.integration.router_svc.conftest import ScriptedCluster
 from tests.integration.router_svc.request.support import TEXT, TOKENS
