@@ -31,6 +31,7 @@ import numpy as np
 from kvtransfer.handover.host_offers import HostOffers
 from kvtransfer.handover.introduction import (
     Introduction,
+    NoCalls,
     answered,
     introduction_from_proto,
     introduction_to_proto,
@@ -166,17 +167,24 @@ async def answer(transport: Transport, message: bytes) -> None:
     await answered(introduction, transport.guard)
 
 
+class CallsOver(NoCalls):
+    """Introductions over the connection between the two processes."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    async def introduce(self, ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
+        self._link.write(INTRODUCES + introduction_to_proto(introduction).SerializeToString())
+        await self._link.read()
+        return ()
+
+
 async def prefill(link: Link, args: argparse.Namespace) -> None:
     layout = layout_of(args.block_bytes)
     memory = Memory(args.blocks, layout, 2, is_shared=args.local_sockets is not None)
     transport = opened(args, memory)
 
-    async def introduce(ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
-        link.write(INTRODUCES + introduction_to_proto(introduction).SerializeToString())
-        await link.read()
-        return ()
-
-    sender = Sender(transport=transport, memory=memory_of(memory, layout), layout=layout, introduce=introduce)
+    sender = Sender(transport=transport, memory=memory_of(memory, layout), layout=layout, calls=CallsOver(link))
     copy = np.ones_like(memory.blocks)
     gigabytes = args.blocks * layout.block_bytes / 1e9
     loop = asyncio.get_running_loop()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 
-from kvtransfer.handover.introduction import Introduction
+import grpc
+
 from kvtransfer.handover.sealed_ticket import opened_ticket
 from kvtransfer.handover.send_path import SendStats
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Commit, Ticket
-from kvtransfer.transport.own_sockets import Connection
 from pdserve.base.ids import BlockId, RequestId
 from pdserve.net.rpc import ChannelPool
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.committing import commit_transfer
-from pdserve.worker.serve.introducing import introduce
+from pdserve.worker.serve.data_addresses import DataAddressCalls
 from pdserve.worker.serve.worker import Worker
 
 #: Maximum number of channels to decode workers, one per incarnation. The least recently used is closed.
@@ -33,7 +34,7 @@ class BlockSender:
             memory=worker.blocks,
             layout=worker.model.layout,
             on_peer=worker.paths.observe,
-            introduce=self._introduce,
+            calls=DataAddressCalls(worker, self._channel_to),
         )
         #: Channels to other decode workers.
         self.channels = ChannelPool(max_kept=_MAX_CHANNELS, tls=worker.tls)
@@ -55,7 +56,7 @@ class BlockSender:
         Raises: TransferTimeout when the lease ended, PeerLost, or what the other worker answers to the commit.
         """
         async with (
-            self.channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address),  # Connects for the commit.
+            self._channel_to(ticket),  # Connects for the commit.
             self._sender.open(ticket, request_id=request_id) as transfer,
         ):
             for group in range(ticket.layer_groups):
@@ -68,9 +69,8 @@ class BlockSender:
         await self.channels.close()
 
     async def _commit(self, ticket: Ticket, commit: Commit) -> pb.CommitResponse:
-        async with self.channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address) as channel:
+        async with self._channel_to(ticket) as channel:
             return await commit_transfer(self._worker, channel, ticket, commit)
 
-    async def _introduce(self, ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
-        async with self.channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address) as channel:
-            return await introduce(self._worker, channel, ticket, introduction)
+    def _channel_to(self, ticket: Ticket) -> AbstractAsyncContextManager[grpc.aio.Channel]:
+        return self.channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address)

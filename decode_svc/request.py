@@ -30,6 +30,8 @@ class DecodeJob(PromptJob):
     over: frozenset[int] = frozenset()
     #: The request still runs on another decode worker, which sends the full blocks of prompt and output.
     is_moving: bool = False
+    #: As in `Reservation`.
+    senders_ask: bool = False
 
     def require_continuable(self, limits: SequenceLimits) -> None:
         """Raises `RequestError` unless the output so far is one that this request can have."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
@@ -13,17 +12,16 @@ from decode_svc.config import DecodeConfig
 from decode_svc.migration.drain import Drain
 from decode_svc.migration.eviction import Eviction
 from decode_svc.peer_transfers import PeerTransfers
-from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.scheduler_config import DecodeSchedulerConfig
 from decode_svc.session import DecodeSession
 from decode_svc.session_events import ChoicesEnded, SessionEvent, Started
+from decode_svc.start_message import job_of
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import ReceiverIdentity
 from kvtransfer.handover.ticket import commit_from_proto
-from pdserve.base.block_hash import hash_blocks
-from pdserve.base.errors import LayoutMismatch, PdserveError, RequestError, StaleError, reason_of
-from pdserve.base.ids import RequestId, RouterId
+from pdserve.base.errors import PdserveError, RequestError, StaleError, reason_of
+from pdserve.base.ids import RequestId
 from pdserve.base.logs import enter_request, get_logger
 from pdserve.base.trace_context import parse_traceparent
 from pdserve.base.wire import error_to_wire, sampling_from_wire
@@ -38,7 +36,7 @@ from pdserve.peers.workers import Tier
 from pdserve.v1 import common_pb2
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.v1 import decode_pb2_grpc as pb_grpc
-from pdserve.worker.serve import introducing
+from pdserve.worker.serve.data_addresses import answer_data_address, answer_introduction
 from pdserve.worker.serve.fixed_role import fixed_role
 from pdserve.worker.serve.inboxes import Failed, Inboxes
 from pdserve.worker.serve.message_limits import max_start_bytes
@@ -46,8 +44,6 @@ from pdserve.worker.serve.worker import KEEP_ALIVE_S, Worker
 
 log = get_logger(__name__)
 
-#: Size of the salt of a request whose blocks no other request may reuse.
-_PRIVATE_SALT_BYTES = 32
 #: Time for which a connection may be open without a request.
 _START_TIMEOUT_S = 10.0
 
@@ -191,7 +187,9 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
                 self._sessions[request_id] = session
                 failure: str | None = None
                 try:
-                    await session.run(await self._job(start))
+                    params = sampling_from_wire(start.sampling)
+                    grammar = await self._worker.grammars.get(params)
+                    await session.run(job_of(self._worker, start, params, grammar))
                 except PdserveError as error:
                     failure = reason_of(error)
                     raise
@@ -259,38 +257,18 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
     @rpc.method
     async def Introduce(self, request: pb.IntroduceRequest, context: Any) -> pb.IntroduceResponse:  # noqa: N802
         """Takes data from the connections that a prefill worker names."""
-        return await introducing.answer(self._worker, request)
+        return await answer_introduction(self._worker, request)
+
+    @rpc.method
+    async def GetDataAddress(self, request: pb.GetDataAddressRequest, context: Any) -> pb.GetDataAddressResponse:  # noqa: N802
+        """Opens the data address for a worker that has a ticket without it."""
+        return await answer_data_address(self._worker, request)
 
     @property
     def receiver(self) -> Receiver:
         """Transfers into this worker."""
         assert self._receiver is not None, "requests come after start"
         return self._receiver
-
-    async def _job(self, start: pb.DecodeStart) -> DecodeJob:
-        prompt, layout = tuple(start.prompt_token_ids), self._worker.model.layout
-        if start.is_moving and layout.windows != (None,):
-            raise LayoutMismatch("KV of several groups, or of a window, cannot be moved. Compute it again.")
-        # A stranger who is accepted for now may send any blocks: no other request may find them.
-        salt = secrets.token_bytes(_PRIVATE_SALT_BYTES) if self._worker.seals.accepts_strangers else start.cache_salt
-        key, params = self._worker.hash_key(salt), sampling_from_wire(start.sampling)
-        return DecodeJob(
-            request_id=RequestId(start.ref.request_id),
-            attempt=start.ref.attempt,
-            prompt_token_ids=prompt,
-            params=params,
-            grammar=await self._worker.grammars.get(params),
-            hash_key=key,
-            hashes=hash_blocks(key, prompt, layout.block_size),
-            local_prefill_threshold=start.local_prefill_threshold,
-            output={each.choice_index: tuple(each.token_ids) for each in start.output if not each.is_over},
-            over=frozenset(each.choice_index for each in start.output if each.is_over),
-            is_moving=start.is_moving,
-            router_id=RouterId(start.ref.router_id),
-            is_alone=start.ref.alone,
-            is_best_effort=start.ref.best_effort,
-            arrived_at=_now() - start.ref.waited_ms / 1000,
-        )
 
 
 def _now() -> float:

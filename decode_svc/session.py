@@ -78,6 +78,7 @@ class DecodeSession:
 
     async def run(self, job: DecodeJob) -> None:
         """Raises the error that ended the request before its last token, possibly `PeerLeft`."""
+        self._life = Queued(self.trace.opened_at, senders_ask=job.senders_ask)
         async with service_group() as tasks:
             self._tasks = tasks
             reading = tasks.start(self._read(), name=f"commands {self._request_id}")
@@ -158,6 +159,7 @@ class DecodeSession:
             ),
             first_blocks=grant.first_missing,
             lease_s=self._lease_s,
+            senders_ask=self._life.senders_ask,
             on_received=self._on_received,
             on_expired=self._on_expired,
         )

@@ -12,6 +12,8 @@ class Queued:
     """The request waits for blocks, or computes its prompt without having been granted any."""
 
     since: float
+    #: As in `Reservation`.
+    senders_ask: bool = False
 
 
 @dataclass(frozen=True, slots=True)

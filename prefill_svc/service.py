@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack
 from functools import partial
 
 import grpc
 
-from kvtransfer.handover.introduction import Introduction
 from kvtransfer.handover.sealed_ticket import opened_ticket
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Ticket
-from kvtransfer.transport.own_sockets import Connection
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import Draining, PdserveError, RequestError, reason_of
 from pdserve.base.ids import RequestId, RouterId
@@ -28,9 +26,9 @@ from pdserve.v1 import common_pb2
 from pdserve.v1 import prefill_pb2 as pb
 from pdserve.v1 import prefill_pb2_grpc as pb_grpc
 from pdserve.worker.config import WorkerConfig
+from pdserve.worker.serve.data_addresses import DataAddressCalls
 from pdserve.worker.serve.fixed_role import fixed_role
 from pdserve.worker.serve.inboxes import Failed, Inboxes
-from pdserve.worker.serve.introducing import introduce
 from pdserve.worker.serve.worker import Worker
 from prefill_svc.request import PrefillJob, PrefillSchedulerConfig
 from prefill_svc.retention import Retention
@@ -66,7 +64,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             memory=worker.blocks,
             layout=worker.model.layout,
             on_peer=worker.paths.observe,
-            introduce=self._introduce,
+            calls=DataAddressCalls(worker, self._channel_to),
         )
         self._channels = rpc.ChannelPool(max_kept=_MAX_DECODE_CHANNELS, tls=worker.tls)
 
@@ -180,9 +178,8 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
         for attempt_id in await self._worker.run(self.scheduler.hand_back):
             self._inboxes.put(*attempt_id, Failed(error=Draining("The worker drains. Retry on another one.")))
 
-    async def _introduce(self, ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
-        async with self._channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address) as channel:
-            return await introduce(self._worker, channel, ticket, introduction)
+    def _channel_to(self, ticket: Ticket) -> AbstractAsyncContextManager[grpc.aio.Channel]:
+        return self._channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address)
 
     def _attributes(self, request: pb.PrefillRequest, outcome: str) -> dict[str, Attribute]:
         return {

@@ -123,7 +123,7 @@ def rows() -> list[Row]:
         ),
         Row(
             name="ucx-without-guard",
-            suites=("tests/chaos/test_ucx_without_guard.py",),
+            suites=("tests/chaos/test_ucx_garbage.py",),
             environment={"PDSERVE_TEST_DEPTH": "full"},
         ),
         Row(

@@ -217,7 +217,10 @@ class ReplicationSource:
 
     async def _announce(self, target: ReplicaTarget, name: RequestId, batch: CopyBatch) -> pb.ReplicateResponse:
         request = pb.ReplicateRequest(
-            request_id=name, block_hashes=batch.hashes, numerics_class=self._worker.numerics_class
+            request_id=name,
+            block_hashes=batch.hashes,
+            numerics_class=self._worker.numerics_class,
+            senders_ask=True,
         )
         receiver = receiver_name(target.worker_id, target.epoch)
         sealed = self._worker.seals.seal(Purpose.REPLICA, receiver, request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from decode_svc.replication.replicas import MAX_BLOCKS, CopySpace, Replicas
 from kvtransfer.handover.receiver import Receiver
@@ -59,7 +60,8 @@ class ReplicationTarget:
             [room] = reserved
             if not room.blocks:
                 return pb.ReplicateResponse()
-            ticket = await self._receiver().grant(self._reservation(name, room.blocks), attempt=_ATTEMPT)
+            reservation = replace(self._reservation(name, room.blocks), senders_ask=request.senders_ask)
+            ticket = await self._receiver().grant(reservation, attempt=_ATTEMPT)
         except BaseException:
             if reserved:  # Blocks are also held if the caller was cancelled while the step thread reserved them.
                 await self._worker.run(lambda: self._replicas.drop(name))

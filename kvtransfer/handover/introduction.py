@@ -11,12 +11,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, repeat
+from typing import Protocol
 
+from kvtransfer.handover.data_address import DataAddress
 from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport import GuardedTransport, Peer, Transport
 from kvtransfer.transport.base import TransportGuard
 from kvtransfer.transport.own_sockets import Connection, own_connections
-from pdserve.base.errors import PdserveError, RequestError
+from pdserve.base.errors import PdserveError, PeerLost, RequestError
 from pdserve.v1 import decode_pb2
 
 #: Connections in one message. UCX opens one per network device.
@@ -39,6 +41,30 @@ class Introduction:
 
 #: Sends it to the worker that granted the ticket. Returns the unknown connections which that worker has opened.
 Introduce = Callable[[Ticket, Introduction], Awaitable[tuple[Connection, ...]]]
+
+
+class TicketCalls(Protocol):
+    """Calls to the worker that granted a ticket. Raises: PeerLost, and what that worker answers."""
+
+    async def introduce(self, ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
+        """As `Introduce`."""
+        ...
+
+    async def data_address(self, ticket: Ticket) -> DataAddress:
+        """The data address that the ticket lacks, which is opened if nobody has needed it so far."""
+        ...
+
+
+class NoCalls:
+    """Implements `TicketCalls` where all tickets have a data address, and nothing is guarded."""
+
+    async def introduce(self, ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
+        """Nothing is unknown."""
+        return ()
+
+    async def data_address(self, ticket: Ticket) -> DataAddress:
+        """Raises: PeerLost."""
+        raise PeerLost(f"The ticket of {ticket.worker_id} has no data address, and there is nobody to ask.")
 
 
 class Introductions:

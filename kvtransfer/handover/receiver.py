@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from kvtransfer.handover import transfer_errors
+from kvtransfer.handover.data_address import DataAddress, data_address
 from kvtransfer.handover.incoming import IncomingTransfer
 from kvtransfer.handover.layer_groups import TransferShape, layer_groups_of
 from kvtransfer.handover.memory import BlockMemory
 from kvtransfer.handover.reservation import Received, ReceiverIdentity, Reservation
 from kvtransfer.handover.ticket import MAX_MESSAGES, Commit, Ticket, new_key, new_tag_base
-from kvtransfer.transport import GuardedTransport, Transport
+from kvtransfer.transport import LocalTransports, Transport
 from pdserve.base.ids import TransferId, new_transfer_id
 from pdserve.base.tasks import ServiceGroup
 
@@ -33,7 +34,7 @@ class Receiver:
     async def grant(self, reservation: Reservation, *, attempt: int) -> Ticket:
         """Returns a ticket, whose messages may then arrive. Raises: SetupError when the transport does not come up."""
         shape = self._shape_of(reservation)
-        ticket = self._new_ticket(reservation, attempt, shape, await self._transport.listen())
+        ticket = self._new_ticket(reservation, attempt, shape, await self._data_address(reservation))
         transfer = IncomingTransfer(
             ticket,
             reservation,
@@ -106,7 +107,19 @@ class Receiver:
             bundle_blocks=self._memory.bundle_blocks,
         )
 
-    def _new_ticket(self, reservation: Reservation, attempt: int, shape: TransferShape, address: bytes) -> Ticket:
+    async def _data_address(self, reservation: Reservation) -> DataAddress:
+        """The address for senders of other hosts; none until one has asked for it."""
+        transport = self._transport
+        if (
+            reservation.senders_ask
+            and isinstance(transport, LocalTransports)
+            and transport.local_address is not None
+            and not transport.listens
+        ):
+            return DataAddress(address=b"")
+        return data_address(transport, await transport.listen())
+
+    def _new_ticket(self, reservation: Reservation, attempt: int, shape: TransferShape, data: DataAddress) -> Ticket:
         first_block, *other_first_blocks = reservation.first_blocks
         return Ticket(
             transfer_id=new_transfer_id(),
@@ -115,7 +128,7 @@ class Receiver:
             epoch=self._identity.epoch,
             grpc_address=self._identity.grpc_address,
             transport=self._transport.name,
-            data_address=address,
+            data_address=data.address,
             first_block=first_block,
             other_first_blocks=tuple(other_first_blocks),
             num_blocks=shape.segments[0].num_blocks,
@@ -127,11 +140,5 @@ class Receiver:
             bundle_blocks=self._memory.bundle_blocks,
             digest=self._memory.digest,
             data_endpoint=self._identity.data_endpoint,
-            guarded_addresses=self._guarded_addresses(),
+            guarded_addresses=data.guarded_addresses,
         )
-
-    def _guarded_addresses(self) -> tuple[str, ...]:
-        transport = self._transport
-        if isinstance(transport, GuardedTransport) and transport.guard.is_active:
-            return tuple(sorted(transport.guard.addresses))
-        return ()

@@ -54,6 +54,8 @@ class Reservation:
     #: Index of the first of them among the prompt's blocks. All KV groups end with the prompt's last block.
     first_blocks: tuple[int, ...]
     lease_s: float
+    #: Whether a sender asks for the data address if it needs it, and its ticket has none.
+    senders_ask: bool = False
     on_received: Callable[[Received], None]
     on_expired: Callable[[PdserveError], None]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 from kvtransfer.handover import transfer_errors
-from kvtransfer.handover.introduction import Introduce, Introduction, Introductions
+from kvtransfer.handover.introduction import Introductions, NoCalls, TicketCalls
 from kvtransfer.handover.memory import BlockMemory
 from kvtransfer.handover.outgoing import OutgoingTransfer
 from kvtransfer.handover.peers import PeerTable
@@ -17,8 +18,7 @@ from kvtransfer.handover.send_path import SendPath
 from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport import LocalTransports, Peer, Transport
 from kvtransfer.transport.local.address import LocalAddress
-from kvtransfer.transport.own_sockets import Connection
-from pdserve.base.errors import PeerLost
+from pdserve.base.errors import PeerLost, TransferTimeout
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
 from pdserve.base.logs import get_logger
@@ -34,10 +34,6 @@ _MAX_SETTLED = 256
 _REFUSED_S = 10.0
 
 
-async def _no_introduction(ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
-    return ()
-
-
 class Sender:
     """Every transfer out of this worker. Use it from the event loop that opened the transport."""
 
@@ -49,12 +45,12 @@ class Sender:
         layout: KvLayout,
         max_outstanding_bytes: int | None = None,
         on_peer: Callable[[Ticket, Peer], None] = lambda ticket, peer: None,
-        introduce: Introduce = _no_introduction,
+        calls: TicketCalls | None = None,
     ) -> None:
         """`max_outstanding_bytes`: per transfer; None: the memory's window.
 
-        `on_peer` is called before each transfer with the connection that it takes, which may be an old one. `introduce`
-        names connections to the workers that granted tickets.
+        `on_peer` is called before each transfer with the connection that it takes, which may be an old one. `calls`:
+        to the workers that granted tickets; None: they are not called, and their tickets have all that is needed.
         """
         self._transport = transport
         self._local = transport if isinstance(transport, LocalTransports) else None
@@ -63,7 +59,8 @@ class Sender:
         self._max_outstanding_bytes = max_outstanding_bytes or memory.window_bytes
         self._peers = PeerTable(transport)
         self._on_peer = on_peer
-        self._introductions = Introductions(transport, introduce)
+        self._calls: TicketCalls = calls or NoCalls()
+        self._introductions = Introductions(transport, self._calls.introduce)
         #: The peer of each data address over which blocks have left: it needs no more introductions.
         self._settled: dict[bytes, Peer] = {}
         #: Until when local addresses that have refused this worker are not tried again.
@@ -83,7 +80,7 @@ class Sender:
         """
         self.require_compatible(ticket)
         machine = SendMachine(shape=ticket.shape, lease_s=ticket.lease_s, now=asyncio.get_running_loop().time())
-        async with self._connected(ticket, machine.deadline) as peer:
+        async with self._connected(ticket, machine.deadline) as (peer, addressed):
             self._on_peer(ticket, peer)
             path = SendPath(
                 memory=self._memory,
@@ -93,15 +90,15 @@ class Sender:
                 local=self._local if self._local is not None and self._local.is_local(peer) else None,
             )
             transfer = OutgoingTransfer(ticket, request_id, machine, path)
-            callbacks = self._answering_callbacks(ticket, peer)
+            callbacks = self._answering_callbacks(addressed, peer)
             try:
                 yield transfer
             finally:
                 if callbacks is not None:
                     callbacks.cancel()
                 await transfer.close()
-                if transfer.stats.sent_bytes:
-                    self._settle(ticket.data_address, peer)
+                if transfer.stats.sent_bytes and path.local is None:
+                    self._settle(addressed.data_address, peer)
 
     def _local_address(self, ticket: Ticket) -> LocalAddress | None:
         """Where to offer blocks within the host; None: the workers are not on one host, or share no memory."""
@@ -116,8 +113,8 @@ class Sender:
         return None if is_refused else end.local
 
     @asynccontextmanager
-    async def _connected(self, ticket: Ticket, deadline: float) -> AsyncIterator[Peer]:
-        """The peer of a ticket: within the host where that works, else between hosts."""
+    async def _connected(self, ticket: Ticket, deadline: float) -> AsyncIterator[tuple[Peer, Ticket]]:
+        """The peer of a ticket, within the host where that works; else between hosts, and the ticket has an address."""
         async with AsyncExitStack() as stack:
             local = self._local_address(ticket)
             if self._local is not None and local is not None:
@@ -127,10 +124,23 @@ class Sender:
                 except PeerLost:
                     pass
                 else:
-                    yield peer
+                    yield peer, ticket
                     return
+            ticket = await self._with_address(ticket, deadline)
             introduced = partial(self._introductions.connect, ticket)
-            yield await stack.enter_async_context(self._peers.use(ticket.data_address, introduced, deadline=deadline))
+            peer = await stack.enter_async_context(self._peers.use(ticket.data_address, introduced, deadline=deadline))
+            yield peer, ticket
+
+    async def _with_address(self, ticket: Ticket, deadline: float) -> Ticket:
+        """The ticket with a data address. Raises: TransferTimeout, PeerLost, and what the worker answers."""
+        if ticket.data_address:
+            return ticket
+        try:
+            async with asyncio.timeout_at(deadline):
+                found = await self._calls.data_address(ticket)
+        except TimeoutError as error:
+            raise TransferTimeout("the decode worker did not give its data address within the lease") from error
+        return replace(ticket, data_address=found.address, guarded_addresses=found.guarded_addresses)
 
     async def _connect_locally(self, ticket: Ticket, transport: LocalTransports, local: LocalAddress) -> Peer:
         """Transfers that have waited for one that was refused do not try again."""
@@ -147,9 +157,8 @@ class Sender:
             raise
 
     def _answering_callbacks(self, ticket: Ticket, peer: Peer) -> asyncio.Task[None] | None:
-        if not ticket.guarded_addresses or self._settled.get(ticket.data_address) is peer:
-            return None
-        if self._local is not None and self._local.is_local(peer):
+        is_local = self._local is not None and self._local.is_local(peer)
+        if is_local or not ticket.guarded_addresses or self._settled.get(ticket.data_address) is peer:
             return None
         return asyncio.create_task(self._introductions.answer_callbacks(ticket), name="answers to callbacks")
 

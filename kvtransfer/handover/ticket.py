@@ -26,9 +26,9 @@ MAX_MESSAGES = 1 << TAG_INDEX_BITS
 MAX_LEASE_S = 3600.0
 MAX_ADDRESS_BYTES = 1 << 16
 MAX_FIRST_TOKENS = 128
+MAX_GUARDED = 64
 _MAX_EPOCH = (1 << 63) - 1
 _MAX_FIRST_BLOCK = (1 << 31) - 1
-_MAX_GUARDED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,7 @@ class Ticket:
     epoch: Epoch
     grpc_address: str
     transport: str
+    #: Empty: no worker has needed it so far. A sender that does asks for it.
     data_address: bytes
     first_block: int
     num_blocks: int
@@ -149,7 +150,7 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
     _require_bytes("key", message.key, KEY_BYTES)
     _require_between("epoch", message.epoch, 1, _MAX_EPOCH)
     _require_one_of("transport", message.transport, TRANSPORTS)
-    _require_between("length of data_address", len(message.data_address), 1, MAX_ADDRESS_BYTES)
+    _require_between("length of data_address", len(message.data_address), 0, MAX_ADDRESS_BYTES)
     _require_between("first_block", message.first_block, 0, _MAX_FIRST_BLOCK)
     _require(0 < message.lease_s <= MAX_LEASE_S, f"lease_s is {message.lease_s}, not above 0 and up to {MAX_LEASE_S:g}")
     _require(message.tag_base % MAX_MESSAGES == 0, f"tag_base {message.tag_base:#x} leaves no bits to count messages")
@@ -160,7 +161,7 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
     _require_other_first_blocks(message, layout)
     _require_between("bundle_blocks", message.bundle_blocks, 1, max(1, MAX_BLOCK_BYTES // layout.block_bytes))
     _require_one_of("digest", message.digest, DIGESTS)
-    _require_between("number of guarded_addresses", len(message.guarded_addresses), 0, _MAX_GUARDED)
+    _require_between("number of guarded_addresses", len(message.guarded_addresses), 0, MAX_GUARDED)
     return Ticket(
         transfer_id=TransferId(message.transfer_id),
         attempt=message.attempt,

@@ -37,6 +37,18 @@ class LocalTransports(Protocol):
         """Where processes of this host connect to; None: this process shares no memory with them."""
         ...
 
+    @property
+    def listens(self) -> bool:
+        """Whether others than processes of this host can connect."""
+        ...
+
+    async def prepare(self) -> None:
+        """Has processes of this host connect, where that is possible or required, and opens no port.
+
+        Raises: SetupError, also when `listen` could not work.
+        """
+        ...
+
     def share(self, memory: ShareableMemory) -> None:
         """Blocks of this memory may be offered to processes of this host."""
         ...

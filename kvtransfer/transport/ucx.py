@@ -22,11 +22,11 @@ from ucxx.exceptions import UCXError
 from kvtransfer.transport.base import Buffer, Operation, Peer
 from kvtransfer.transport.tag_matcher import OpensInboxes, TagMatcher
 from kvtransfer.transport.ucx_address import unpack_address
+from kvtransfer.transport.ucx_context import UcxContext
 from kvtransfer.transport.ucx_guard import UcxGuard
-from kvtransfer.transport.ucx_lanes import lanes_of, offered_lanes
-from kvtransfer.transport.ucx_options import options_for
+from kvtransfer.transport.ucx_lanes import lanes_of
 from kvtransfer.transport.ucx_worker import UcxPeer, UcxWorker, own_peer
-from pdserve.base.errors import PdserveError, PeerLost, SetupError, TransferError
+from pdserve.base.errors import PdserveError, PeerLost, TransferError
 from pdserve.base.logs import get_logger
 from pdserve.observe.open_files import SpareFiles
 
@@ -43,7 +43,6 @@ _ANY_TAG = (ucx.UCXXTag(0), ucx.UCXXTagMask(0))
 _MAX_EARLY_BYTES = 64 << 20
 #: Memory for unwanted messages, which overwrite each other. Of a larger one, UCX takes no more and ends it.
 _DISCARD_BYTES = 64 << 20
-_CUDA_ADVICE = " This UCX has no CUDA here. Use --handover-memory host."
 
 
 class UcxTransport(OpensInboxes[ucx.TagProbeResult]):
@@ -69,7 +68,7 @@ class UcxTransport(OpensInboxes[ucx.TagProbeResult]):
         `device_memory`: whether buffers are in the memory of this process's GPU. `guarded`: whether strangers are kept
         out of UCX.
         """
-        self._host = host
+        self._context = UcxContext(host, device_memory=device_memory)
         self._drain_timeout_s = drain_timeout_s
         self._device_memory = device_memory
         self.guard = UcxGuard(is_active=guarded, pause=self._pause, resume=self._resume)
@@ -80,6 +79,11 @@ class UcxTransport(OpensInboxes[ucx.TagProbeResult]):
         self._matcher = TagMatcher[ucx.TagProbeResult](self._drain, max_early_bytes=_MAX_EARLY_BYTES)
         self._discarded: Buffer | None = None
         self._scheduled_poll: asyncio.Handle | None = None
+
+    @property
+    def listens(self) -> bool:
+        """Whether the UCX worker runs."""
+        return self._worker is not None
 
     async def listen(self) -> bytes:
         """The data address of the UCX worker, which is started by the first call."""
@@ -101,8 +105,8 @@ class UcxTransport(OpensInboxes[ucx.TagProbeResult]):
         return peer
 
     def offered_lanes(self) -> tuple[str, ...]:
-        """Transports that UCX found on this machine and that UCX_TLS allows."""
-        return offered_lanes(self._up().context.info)
+        """Transports that UCX has found on this machine and that UCX_TLS allows. It need not listen for that."""
+        return self._context.lanes()
 
     def lanes(self, peer: Peer) -> tuple[str, ...]:
         """Transports of the endpoint. UCX chooses them when it is created; empty when the peer is disconnected."""
@@ -183,14 +187,9 @@ class UcxTransport(OpensInboxes[ucx.TagProbeResult]):
     def _up(self) -> UcxWorker:
         if self._worker is not None:
             return self._worker
-        options = options_for(self._host, device_memory=self._device_memory)
-        try:
-            with self.guard.listening():
-                worker = UcxWorker.start(options)
-        except UCXError as error:
-            advice = _CUDA_ADVICE if self._device_memory else ""
-            raise SetupError(f"UCX does not start with options {options}: {error}.{advice}") from error
-        self.guard.require_found(offered_lanes(worker.context.info))
+        with self.guard.listening():
+            worker = self._context.start_worker()
+        self.guard.require_found(self._context.lanes())
         self._worker, self._files = worker, SpareFiles()
         asyncio.get_running_loop().add_reader(worker.handle.epoll_file_descriptor, self._progress)
         if self.guard.is_active:
@@ -200,6 +199,7 @@ class UcxTransport(OpensInboxes[ucx.TagProbeResult]):
 
     def _down(self, reason: PdserveError) -> None:
         worker, self._worker = self._worker, None
+        self._context.close()
         if worker is None:
             return
         asyncio.get_running_loop().remove_reader(worker.handle.epoll_file_descriptor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import ucxx._lib.libucxx as ucx
@@ -67,9 +66,8 @@ class UcxWorker:
     peers: list[UcxPeer] = field(default_factory=list)
 
     @classmethod
-    def start(cls, options: Mapping[str, str]) -> UcxWorker:
-        """A worker of a context of its own. Raises: UCXError."""
-        context = ucx.UCXContext(dict(options))
+    def start(cls, context: ucx.UCXContext) -> UcxWorker:
+        """A worker, which listens at once. Raises: UCXError."""
         handle = ucx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
         handle.init_blocking_progress_mode()
         return cls(context, handle, pack_address(handle.address.tobytes()))

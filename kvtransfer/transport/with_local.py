@@ -56,16 +56,30 @@ class WithLocal:
         """Whether the peer was connected to within the host."""
         return isinstance(peer, LocalPeer)
 
+    @property
+    def listens(self) -> bool:
+        """Whether UCX listens."""
+        return self._remote.listens
+
+    async def prepare(self) -> None:
+        """Local senders can connect, where that is possible or required. UCX finds out whether it can listen.
+
+        Raises: SetupError.
+        """
+        if self._has_listened:
+            return  # This is called for each ticket.
+        self._has_listened = True
+        self._remote.offered_lanes()
+        try:
+            self._local.listen()
+        except SetupError as error:
+            if self._local.is_required:
+                raise
+            log.warning("local_sockets_unusable", reason=error)
+
     async def listen(self) -> bytes:
-        """The data address of UCX. Local senders can connect, too, where that is possible or required."""
-        if not self._has_listened:
-            self._has_listened = True  # Once: this is called for each ticket.
-            try:
-                self._local.listen()
-            except SetupError as error:
-                if self._local.is_required:
-                    raise
-                log.warning("local_sockets_unusable", reason=error)
+        """The data address of UCX. Local senders can connect, too."""
+        await self.prepare()
         return await self._remote.listen()
 
     async def connect(self, address: bytes) -> Peer:

@@ -23,6 +23,8 @@ from pdserve.v1.common_pb2 import Sealed
 from pdserve.v1.decode_pb2 import (
     CommitRequest,
     DecodeStart,
+    GetDataAddressRequest,
+    GetDataAddressResponse,
     IntroduceRequest,
     IntroduceResponse,
     ReplicateRequest,
@@ -49,6 +51,8 @@ Message = TypeVar(
     Ticket,
     IntroduceRequest,
     IntroduceResponse,
+    GetDataAddressRequest,
+    GetDataAddressResponse,
     DescribeRequest,
     ReceiveProbeRequest,
     SendProbeRequest,
@@ -74,6 +78,8 @@ class Purpose(StrEnum):
     TICKET = "ticket"
     INTRODUCTION = "introduction"
     INTRODUCED = "answer_to_introduction"
+    ADDRESS_REQUEST = "data_address_request"
+    ADDRESS = "data_address"
     RECORD = "worker_record"
     DESCRIBE = "describe_request"
     PROBE = "test_transfer"

@@ -68,6 +68,8 @@ class WorkerRecord:
     numerics_class: str = ""
     #: Whether it takes requests whose output has to match a grammar, or thinks within a budget.
     reads_grammars: bool = False
+    #: Whether it asks other workers for their data addresses where their tickets have none.
+    asks_for_addresses: bool = False
     #: What it knows of sampling parameters: `pdserve.base.sampling.SAMPLING_VERSION`.
     sampling_version: int = 0
     #: The tier in which a worker has started that can change its role; None: it has one role for life.

@@ -112,6 +112,7 @@ class DecodeStart(_message.Message):
     SEALED_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     IS_MOVING_FIELD_NUMBER: _builtins.int
+    SENDERS_ASK_FIELD_NUMBER: _builtins.int
     local_prefill_threshold: _builtins.int
     """The worker computes the prompt by itself, without a ticket, when at most this
     many prompt tokens are not in its cache. 0: never; 2^32 - 1: always.
@@ -123,6 +124,10 @@ class DecodeStart(_message.Message):
     """The request still runs on another decode worker. Its full blocks come from
     there: those of the prompt, then those behind them of each choice that is not
     over, in the order of choices. Every choice has output, or is over.
+    """
+    senders_ask: _builtins.bool
+    """Each worker that may send the blocks asks for the data address if its ticket has
+    none, and needs it.
     """
     @_builtins.property
     def ref(self) -> _common_pb2.RequestRef: ...
@@ -152,10 +157,11 @@ class DecodeStart(_message.Message):
         sealed: _common_pb2.Sealed | None = ...,
         output: _abc.Iterable[Global___ChoiceOutput] | None = ...,
         is_moving: _builtins.bool = ...,
+        senders_ask: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "sampling", b"sampling", "sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "is_moving", b"is_moving", "local_prefill_threshold", b"local_prefill_threshold", "output", b"output", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling", "sealed", b"sealed", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "is_moving", b"is_moving", "local_prefill_threshold", b"local_prefill_threshold", "output", b"output", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling", "sealed", b"sealed", "senders_ask", b"senders_ask", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -686,6 +692,7 @@ class Ticket(_message.Message):
     transport: _builtins.str
     """Name of the transport ("ucx", "nccl", "inproc"); data_address is its own."""
     data_address: _builtins.bytes
+    """Empty: no worker has needed it so far. Who does asks for it (GetDataAddress)."""
     first_block: _builtins.int
     """Blocks [first_block, first_block + num_blocks) of the prompt are missing."""
     num_blocks: _builtins.int
@@ -1102,6 +1109,62 @@ class IntroduceResponse(_message.Message):
 Global___IntroduceResponse: _TypeAlias = IntroduceResponse  # noqa: Y015
 
 @_typing.final
+class GetDataAddressRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NONCE_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
+    nonce: _builtins.bytes
+    """16 random bytes. The answer is sealed for them."""
+    @_builtins.property
+    def sealed(self) -> _common_pb2.Sealed:
+        """In a cluster with a secret: the whole message; the other fields are empty."""
+
+    def __init__(
+        self,
+        *,
+        nonce: _builtins.bytes = ...,
+        sealed: _common_pb2.Sealed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sealed", b"sealed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce", "sealed", b"sealed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDataAddressRequest: _TypeAlias = GetDataAddressRequest  # noqa: Y015
+
+@_typing.final
+class GetDataAddressResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_ADDRESS_FIELD_NUMBER: _builtins.int
+    GUARDED_ADDRESSES_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
+    data_address: _builtins.bytes
+    """Both as in Ticket."""
+    @_builtins.property
+    def guarded_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def sealed(self) -> _common_pb2.Sealed:
+        """In a cluster with a secret: the whole message; the other fields are empty."""
+
+    def __init__(
+        self,
+        *,
+        data_address: _builtins.bytes = ...,
+        guarded_addresses: _abc.Iterable[_builtins.str] | None = ...,
+        sealed: _common_pb2.Sealed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sealed", b"sealed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_address", b"data_address", "guarded_addresses", b"guarded_addresses", "sealed", b"sealed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDataAddressResponse: _TypeAlias = GetDataAddressResponse  # noqa: Y015
+
+@_typing.final
 class ReplicateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1109,10 +1172,13 @@ class ReplicateRequest(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     NUMERICS_CLASS_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
+    SENDERS_ASK_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The transfer's name, for its ticket and commit."""
     numerics_class: _builtins.str
     """Of the sender. Blocks of another class than the receiver's own are refused."""
+    senders_ask: _builtins.bool
+    """As in DecodeStart."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Hashes of full blocks, at most 256; each has its predecessors before it, or the
@@ -1130,10 +1196,11 @@ class ReplicateRequest(_message.Message):
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         numerics_class: _builtins.str = ...,
         sealed: _common_pb2.Sealed | None = ...,
+        senders_ask: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "numerics_class", b"numerics_class", "request_id", b"request_id", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "numerics_class", b"numerics_class", "request_id", b"request_id", "sealed", b"sealed", "senders_ask", b"senders_ask"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

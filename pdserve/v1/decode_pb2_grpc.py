@@ -46,6 +46,11 @@ class DecodeServiceStub:
                 request_serializer=pdserve_dot_v1_dot_decode__pb2.IntroduceRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_decode__pb2.IntroduceResponse.FromString,
                 _registered_method=True)
+        self.GetDataAddress = channel.unary_unary(
+                '/pdserve.v1.DecodeService/GetDataAddress',
+                request_serializer=pdserve_dot_v1_dot_decode__pb2.GetDataAddressRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_decode__pb2.GetDataAddressResponse.FromString,
+                _registered_method=True)
         self.Replicate = channel.unary_unary(
                 '/pdserve.v1.DecodeService/Replicate',
                 request_serializer=pdserve_dot_v1_dot_decode__pb2.ReplicateRequest.SerializeToString,
@@ -75,6 +80,14 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetDataAddress(self, request, context):
+        """Opens the data address, if it is not open yet; called by workers that have a
+        ticket without one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Replicate(self, request, context):
         """Announces copies of cached blocks; called by another decode worker. The ticket
         is for those that are missing here and find room.
@@ -95,6 +108,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Introduce,
                     request_deserializer=pdserve_dot_v1_dot_decode__pb2.IntroduceRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_decode__pb2.IntroduceResponse.SerializeToString,
+            ),
+            'GetDataAddress': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDataAddress,
+                    request_deserializer=pdserve_dot_v1_dot_decode__pb2.GetDataAddressRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_decode__pb2.GetDataAddressResponse.SerializeToString,
             ),
             'Replicate': grpc.unary_unary_rpc_method_handler(
                     servicer.Replicate,
@@ -158,6 +176,33 @@ class DecodeService:
             '/pdserve.v1.DecodeService/Introduce',
             pdserve_dot_v1_dot_decode__pb2.IntroduceRequest.SerializeToString,
             pdserve_dot_v1_dot_decode__pb2.IntroduceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDataAddress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.DecodeService/GetDataAddress',
+            pdserve_dot_v1_dot_decode__pb2.GetDataAddressRequest.SerializeToString,
+            pdserve_dot_v1_dot_decode__pb2.GetDataAddressResponse.FromString,
             options,
             channel_credentials,
             insecure,

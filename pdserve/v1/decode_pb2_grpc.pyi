@@ -44,6 +44,10 @@ class DecodeServiceStub:
     """Names connections between the caller's and this worker's data addresses, which
     this worker then takes data from; called by prefill workers.
     """
+    GetDataAddress: _grpc.UnaryUnaryMultiCallable[_decode_pb2.GetDataAddressRequest, _decode_pb2.GetDataAddressResponse]
+    """Opens the data address, if it is not open yet; called by workers that have a
+    ticket without one.
+    """
     Replicate: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ReplicateRequest, _decode_pb2.ReplicateResponse]
     """Announces copies of cached blocks; called by another decode worker. The ticket
     is for those that are missing here and find room.
@@ -64,6 +68,10 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Introduce: _aio.UnaryUnaryMultiCallable[_decode_pb2.IntroduceRequest, _decode_pb2.IntroduceResponse]  # type: ignore[assignment]
     """Names connections between the caller's and this worker's data addresses, which
     this worker then takes data from; called by prefill workers.
+    """
+    GetDataAddress: _aio.UnaryUnaryMultiCallable[_decode_pb2.GetDataAddressRequest, _decode_pb2.GetDataAddressResponse]  # type: ignore[assignment]
+    """Opens the data address, if it is not open yet; called by workers that have a
+    ticket without one.
     """
     Replicate: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReplicateRequest, _decode_pb2.ReplicateResponse]  # type: ignore[assignment]
     """Announces copies of cached blocks; called by another decode worker. The ticket
@@ -94,6 +102,16 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_decode_pb2.IntroduceResponse, _abc.Awaitable[_decode_pb2.IntroduceResponse]]:
         """Names connections between the caller's and this worker's data addresses, which
         this worker then takes data from; called by prefill workers.
+        """
+
+    @_abc_1.abstractmethod
+    def GetDataAddress(
+        self,
+        request: _decode_pb2.GetDataAddressRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.GetDataAddressResponse, _abc.Awaitable[_decode_pb2.GetDataAddressResponse]]:
+        """Opens the data address, if it is not open yet; called by workers that have a
+        ticket without one.
         """
 
     @_abc_1.abstractmethod

@@ -44,6 +44,8 @@ class Placer:
         #: Workers that have failed by themselves in steps of the request, which limit where it may go.
         self.deaths = Deaths()
         self.failed_prefill: set[Incarnation] = set()
+        #: Whether the present ticket may have no data address, so that its prefill worker has to ask for it.
+        self._must_ask = False
         #: How many prefill workers have failed the request although they still run and do not shut down.
         self.prefill_failures = 0
 
@@ -125,6 +127,8 @@ class Placer:
         If no worker holds all of a request that fills the context, it takes decode workers with a shorter context.
         """
         workers = [each for each in workers if self.is_understood_by(each)]
+        if self._must_ask:
+            workers = [each for each in workers if each.tier == "decode" or each.asks_for_addresses]
         holding = [each for each in workers if self.fits_on(each)]
         if holding or not self._fills_context:
             return holding
@@ -156,6 +160,11 @@ class Placer:
             prompt_tokens=len(self._generation.prompt), sequences=1, overlap=self.overlap, excluded=self.failed_prefill
         )
         return choose_prefill(workers, demand, self._cluster.in_flight)
+
+    def require_asking(self) -> bool:
+        """Whether all prefill workers ask for data addresses. If so, only such ones are chosen until the next call."""
+        self._must_ask = all(each.asks_for_addresses for each in self._cluster.ready("prefill"))
+        return self._must_ask
 
     def has_other_prefill(self, placement: Placement, error: PdserveError, decode: WorkerRecord) -> bool:
         """Whether another prefill worker can take the prompt after this one has failed."""

@@ -8,6 +8,7 @@ from pdserve.base.pooling import Pooling
 from pdserve.base.sampling import MAX_FORCED, SamplingParams
 from pdserve.base.trace_context import TraceContext, traceparent_of
 from pdserve.base.wire import pooling_to_wire, sampling_to_wire
+from pdserve.peers.workers import WorkerRecord
 from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2
 from router_svc.generation import Generation, is_best_effort
 from router_svc.records.journal import Journal
@@ -30,11 +31,14 @@ class WorkerMessages:
         self._started_at = time.monotonic()
         self._sampling = sampling_to_wire(generation.sampling)
 
-    def decode(self, threshold: int, trace: TraceContext | None, *, is_moving: bool = False) -> decode_pb2.DecodeStart:
+    def decode(
+        self, threshold: int, trace: TraceContext | None, *, source: WorkerRecord | None = None
+    ) -> decode_pb2.DecodeStart:
         """The request for a decode worker. `threshold`: uncached tokens up to which that worker prefills.
 
-        `is_moving`: the worker that the request leaves sends the blocks.
+        `source`: the worker that the request leaves, and that sends the blocks; None: prefill workers send them.
         """
+        is_moving = source is not None
         output = [
             decode_pb2.ChoiceOutput(choice_index=each.choice_index, token_ids=each.token_ids, is_over=each.is_over)
             for each in self._output.continuation
@@ -52,6 +56,7 @@ class WorkerMessages:
             traceparent=traceparent_of(trace),
             output=output,
             is_moving=is_moving,
+            senders_ask=self._placer.require_asking() if source is None else source.asks_for_addresses,
         )
 
     def prefill(self, ticket: decode_pb2.Ticket | None) -> prefill_pb2.PrefillRequest:

@@ -1,13 +1,10 @@
 """A process that reaches every port of a cluster and lacks its secret: it reads no prompt, changes no answer, stops
 nothing.
-
-Nor at the ports of UCX, whose own protocol has no authentication (decision 38).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import urllib.error
 import urllib.request
@@ -16,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvtransfer.handover.data_address import new_address_request
 from kvtransfer.handover.introduction import Introduction, introduction_to_proto
 from kvtransfer.transport.own_sockets import Connection
 from kvtransfer.transport.ucx_address import pack_address
@@ -29,13 +27,10 @@ from pdserve.net.rpc import mapped_rpc_errors, open_channel
 from pdserve.net.streams import open_stream
 from pdserve.peers.seals import Purpose, Seals, receiver_name
 from pdserve.peers.secret import new_secret, parse_secret
-from pdserve.peers.tcp_filter import filter_refusal
 from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc, diagnostics_pb2, diagnostics_pb2_grpc, prefill_pb2
 from pdserve.v1 import prefill_pb2_grpc as prefill_grpc
 from tests.support.cluster import MODEL, Cluster
-from tests.support.exposed import PROMPT, stream_address, streams, ucx_ports
-from tests.support.lazily import openai
-from tests.support.ucx_garbage import send_garbage
+from tests.support.exposed import PROMPT, stream_address, ucx_ports
 
 Attempt = Callable[[], Coroutine[Any, Any, None]]
 
@@ -106,6 +101,12 @@ async def _introduce(address: str, introduction: decode_pb2.IntroduceRequest) ->
             await decode_pb2_grpc.DecodeServiceStub(channel).Introduce(introduction, timeout=TIMEOUT_S)
 
 
+async def _ask_for_address(address: str, question: decode_pb2.GetDataAddressRequest) -> None:
+    async with open_channel(address) as channel:
+        with mapped_rpc_errors("the decode worker"):
+            await decode_pb2_grpc.DecodeServiceStub(channel).GetDataAddress(question, timeout=TIMEOUT_S)
+
+
 async def _probe(address: str) -> None:
     async with open_channel(address) as channel:
         with mapped_rpc_errors("the prefill worker"):
@@ -138,6 +139,7 @@ def _attempts(prefill: WorkerStatus, decode: WorkerStatus, streams: str) -> dict
     )
     facts = diagnostics_pb2.DescribeRequest()
     introduction = introduction_to_proto(Introduction(own=(Connection("127.0.0.1:9", "127.0.0.1:10"),)))
+    address = new_address_request()
     foreign_introduction = FOREIGN.seal(Purpose.INTRODUCTION, at_decode, introduction)
     return {
         "start": lambda: _open_request(streams, _start("s")),
@@ -148,6 +150,10 @@ def _attempts(prefill: WorkerStatus, decode: WorkerStatus, streams: str) -> dict
         "foreign commit": lambda: _commit(decode.grpc_address, FOREIGN.seal(Purpose.COMMIT, at_decode, commit)),
         "introduction": lambda: _introduce(decode.grpc_address, introduction),
         "foreign introduction": lambda: _introduce(decode.grpc_address, foreign_introduction),
+        "data address": lambda: _ask_for_address(decode.grpc_address, address),
+        "foreign data address": lambda: _ask_for_address(
+            decode.grpc_address, FOREIGN.seal(Purpose.ADDRESS_REQUEST, at_decode, address)
+        ),
         "facts": lambda: _describe(decode.grpc_address, facts),
         "foreign facts": lambda: _describe(decode.grpc_address, FOREIGN.seal(Purpose.DESCRIBE, at_decode, facts)),
         "test transfer into": lambda: _receive(decode.grpc_address),
@@ -205,30 +211,11 @@ def _try_to_change(address: str) -> None:
         assert b"Germany" not in answer.read()
 
 
-async def _streams_during_garbage(cluster: Cluster, ports: set[int]) -> list[str | openai.APIError]:
-    """Answers during which all ports get garbage, and answers that start while those connections are open."""
-    started, taken = asyncio.Semaphore(0), list[int]()
-    with contextlib.ExitStack() as open_ones:
-        running = asyncio.create_task(streams(cluster, "running", started))
-        await asyncio.wait_for(started.acquire(), TIMEOUT_S)
-        for port in ports:
-            taken += await asyncio.to_thread(send_garbage, port, open_ones)
-        answers = [*await running, *await streams(cluster, "after", started)]
-    assert set(taken) == {0}
-    return answers
-
-
-@pytest.mark.skipif(bool(filter_refusal()), reason="the kernel refuses filters on TCP sockets")
-async def test_garbage_at_the_ports_of_ucx_ends_no_process_and_changes_no_answer(cluster: Cluster) -> None:
-    """No kernel takes a byte of it. Fails with `--guard-transport off`: there it ends workers."""
-    before = {name: each.pid for name, each in cluster.processes().items()}
-    expected = await streams(cluster, "before", asyncio.Semaphore(0))
-    assert all(isinstance(answer, str) and answer for answer in expected)
-    ports = ucx_ports(cluster)
-    assert set(ports) == {"prefill-0", "decode-0"}
-    assert all(ports.values())
-    assert await _streams_during_garbage(cluster, set().union(*ports.values())) == [*expected, *expected]
-    assert {name: each.pid for name, each in cluster.processes().items()} == before
+def test_workers_of_one_host_open_no_port_of_ucx(cluster: Cluster) -> None:
+    """What is not open needs no guard. They have exchanged blocks all the same."""
+    assert _answer(cluster)
+    assert cluster.worker_metric("prefill", "pdserve_transport_path_info", expected="local", actual="local") == 1
+    assert ucx_ports(cluster) == {"prefill-0": set(), "decode-0": set()}
 
 
 def test_the_secret_of_a_run_is_seen_in_no_process_arguments_and_no_log(cluster: Cluster) -> None:

@@ -80,6 +80,10 @@ class WireTransport(OpensInboxes[_Message]):
         self._peers: dict[WirePeer, None] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._shares = False
+        #: The second worker of each tier is on a host of its own.
+        self._host = f"host of {process.name}" if process.name.startswith(("p1", "d1")) else "host"
+        #: Whether a worker needed the address.
+        self.listens = False
         #: Called with the buffer of a receive before it is written.
         self.on_write: Callable[[Buffer], None] = lambda buffer: None
 
@@ -91,7 +95,13 @@ class WireTransport(OpensInboxes[_Message]):
     @property
     def local_address(self) -> LocalAddress | None:
         """None: blocks are sent."""
-        return LocalAddress(directory="host", name=self._address.hex(), token=bytes(32)) if self._shares else None
+        if not self._shares:
+            return None
+        return LocalAddress(directory=self._host, name=self._address.hex(), token=bytes(32))
+
+    async def prepare(self) -> None:
+        """Workers that share memory connect to it from now on."""
+        self._directory[self._address] = self
 
     def share(self, memory: ShareableMemory) -> None:
         """From now on blocks are offered."""
@@ -101,8 +111,8 @@ class WireTransport(OpensInboxes[_Message]):
         """Nothing is mapped."""
 
     def reaches(self, address: LocalAddress) -> bool:
-        """All workers are on one host."""
-        return self._shares
+        """Whether both are on one host."""
+        return self._shares and address.directory == self._host
 
     def is_local(self, peer: Peer) -> bool:
         """Whether blocks are offered to it."""
@@ -127,6 +137,7 @@ class WireTransport(OpensInboxes[_Message]):
 
     async def listen(self) -> bytes:
         """The address of this incarnation."""
+        self.listens = True
         self._directory[self._address] = self
         return self._address
 

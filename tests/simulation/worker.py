@@ -129,7 +129,7 @@ class SimulatedWorker:
         async with AsyncExitStack() as stack:
             store = await stack.enter_async_context(open_store(self.network))
             self.transport = WireTransport(self.network, self.faults, self.directory)
-            await self.transport.listen()
+            await self.transport.prepare()
             stack.push_async_callback(self.transport.close)
             tasks = await stack.enter_async_context(service_group())
             grammars = Grammars(config.model_dir)

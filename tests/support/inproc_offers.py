@@ -41,6 +41,13 @@ class InprocWithOffers(InprocTransport):
         self.offers: list[Offer] = []
         _LISTENING[name] = self
 
+    @property
+    def listens(self) -> bool:
+        return True
+
+    async def prepare(self) -> None:
+        """Nothing is missing."""
+
     def share(self, memory: ShareableMemory) -> None:
         """Everybody here sees all memory."""
 

@@ -76,6 +76,7 @@ def worker_record(worker: Worker, service: TierService, addresses: WorkerAddress
         keep_alive_s=KEEP_ALIVE_S,
         numerics_class=worker.numerics_class,
         reads_grammars=worker.grammars.are_available,
+        asks_for_addresses=True,
         sampling_version=SAMPLING_VERSION,
         transport=worker.paths.report(),
         load=reported_load(worker.load, worker.steps.pace, service.itl_budget_s),

@@ -9,13 +9,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from kvtransfer.handover.introduction import Introduction
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, ReceiverIdentity, Reservation
 from kvtransfer.handover.sealed_ticket import opened_ticket, sealed_ticket
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Commit, Ticket, commit_from_proto, commit_to_proto
-from kvtransfer.transport.own_sockets import Connection
 from kvtransfer.transport.path import TransportPath
 from pdserve.base.errors import Draining, Overloaded, PdserveError, RequestError, StaleError
 from pdserve.base.ids import RequestId, TransferId, new_transfer_id
@@ -32,7 +30,7 @@ from pdserve.v1 import decode_pb2
 from pdserve.v1 import diagnostics_pb2 as pb
 from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc
 from pdserve.worker.kv_bytes.host_blocks import in_place
-from pdserve.worker.serve.introducing import introduce
+from pdserve.worker.serve.data_addresses import DataAddressCalls
 from pdserve.worker.serve.manual_drain import ManualDrain
 from pdserve.worker.serve.probe_memory import ProbeBlocks, num_probe_blocks, sharing
 from pdserve.worker.serve.role_change import RoleChange
@@ -182,7 +180,7 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
             memory=in_place(blocks.memory, worker.model.layout, blocks.shared),
             layout=worker.model.layout,
             on_peer=lambda ticket, peer: paths.append(worker.paths.path_to(ticket, peer, is_in_host_memory=True)),
-            introduce=self._introduce,
+            calls=DataAddressCalls(worker, lambda ticket: rpc.open_channel(ticket.grpc_address, worker.tls)),
         )
         sender.close_unused()
         async with sender.open(ticket, request_id=request_id) as transfer:
@@ -204,10 +202,6 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
                 stub = pb_grpc.DiagnosticsServiceStub(channel)
                 answer: decode_pb2.CommitResponse = await stub.CommitProbe(message, timeout=ticket.lease_s)
                 return answer
-
-    async def _introduce(self, ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
-        async with rpc.open_channel(ticket.grpc_address, self._worker.tls) as channel:
-            return await introduce(self._worker, channel, ticket, introduction)
 
     def _identity(self) -> ReceiverIdentity:
         worker = self._worker

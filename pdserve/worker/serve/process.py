@@ -13,7 +13,7 @@ from pathlib import Path
 
 import grpc
 
-from kvtransfer.transport import Transport, open_transport
+from kvtransfer.transport import LocalTransports, Transport, open_transport
 from kvtransfer.transport.local.socket_directory import SocketDirectory
 from pdserve.base.collector import exempt_all
 from pdserve.base.errors import Draining, SetupError
@@ -214,8 +214,9 @@ async def _opened_transport(
         config.transport, host=config.host, device=device, guarded=guarded, local_sockets=sockets, local_gpu=gpu
     )
     try:
-        # Listening now makes a machine that lacks what the transport needs fail at start, not at the first request.
-        await transport.listen()
+        # A machine that lacks what the transport needs fails now, not at the first request.
+        prepare = transport.prepare if isinstance(transport, LocalTransports) else transport.listen
+        await prepare()
         yield transport
     finally:
         await transport.close()

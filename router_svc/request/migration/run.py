@@ -199,7 +199,8 @@ class MigratingRun:
         )
         self._journal.append(move)
         trace = self._journal.append(WorkerChosen.of(target, move=move))
-        start = self._prompt.messages.decode(0 if is_copied else ALWAYS_LOCAL, trace, is_moving=is_copied)
+        sender = current.placement.worker if is_copied else None
+        start = self._prompt.messages.decode(0 if is_copied else ALWAYS_LOCAL, trace, source=sender)
         worker_run = self._next_run = _WorkerRun(target)
         self._num_moves += 1
         number = self._num_moves

@@ -60,6 +60,7 @@ _INTRODUCTION = decode_pb2.IntroduceRequest(
     unknown=[decode_pb2.DataConnection(source="127.0.0.1:40001", target="127.0.0.1:19601")],
     nonce=b"the nonce, 16 by",
 )
+_DATA_ADDRESS_REQUEST = decode_pb2.GetDataAddressRequest(nonce=b"the nonce, 16 by")
 _COMMIT = decode_pb2.CommitRequest(
     ref=_REF, transfer_id=TICKET.transfer_id, epoch=TICKET.epoch, digests=[b"d" * 16] * 12, first_tokens=[5], mac=SIGNED
 )
@@ -136,6 +137,11 @@ def commit(random: Random) -> bytes:
 def introduction(random: Random) -> bytes:
     """An introduction of connections."""
     return _sent(random, _INTRODUCTION)
+
+
+def data_address_request(random: Random) -> bytes:
+    """A question for the data address."""
+    return _sent(random, _DATA_ADDRESS_REQUEST)
 
 
 def probe(random: Random) -> bytes:

@@ -40,12 +40,18 @@ _FOREIGN = Seals(parse_secret("the-secret-of-another-cluster", where="fuzzing"))
 _PREFILL = "/pdserve.v1.PrefillService/Prefill"
 _COMMIT = "/pdserve.v1.DecodeService/Commit"
 _INTRODUCE = "/pdserve.v1.DecodeService/Introduce"
+_GET_DATA_ADDRESS = "/pdserve.v1.DecodeService/GetDataAddress"
 #: Fields of tickets that are left as they are: the rest of the message decides what they can be.
 _NOT_LIVE = ("first_block", "num_blocks", "other_first_blocks", "sealed", "guarded_addresses")
 _PROBES = ("ReceiveProbe", "SendProbe", "CommitProbe")
 
 M = TypeVar(
-    "M", decode_pb2.DecodeStart, prefill_pb2.PrefillRequest, decode_pb2.CommitRequest, decode_pb2.IntroduceRequest
+    "M",
+    decode_pb2.DecodeStart,
+    prefill_pb2.PrefillRequest,
+    decode_pb2.CommitRequest,
+    decode_pb2.IntroduceRequest,
+    decode_pb2.GetDataAddressRequest,
 )
 
 
@@ -106,6 +112,11 @@ class Workers:
         """An introduction, which the transport of these workers has no use for."""
         cluster, message = self._from(data, decode_pb2.IntroduceRequest, Purpose.INTRODUCTION, "decode")
         return await self._call(cluster, cluster.decode_channel, _INTRODUCE, message)
+
+    async def data_address_request(self, data: bytes) -> str:
+        """A question for the data address."""
+        cluster, message = self._from(data, decode_pb2.GetDataAddressRequest, Purpose.ADDRESS_REQUEST, "decode")
+        return await self._call(cluster, cluster.decode_channel, _GET_DATA_ADDRESS, message)
 
     async def probe(self, data: bytes) -> str:
         """A test transfer."""

@@ -283,11 +283,13 @@ class FakeWorker:
         ready: bool | None = None,
         layout: KvLayout | None = None,
         reads_grammars: bool | None = None,
+        asks_for_addresses: bool | None = None,
         sampling_version: int | None = None,
         max_model_len: int | None = None,
     ) -> None:
         """Changes the worker's report, and sends it at once."""
         given = {"load": load, "ready": ready, "layout": layout, "reads_grammars": reads_grammars}
+        given |= {"asks_for_addresses": asks_for_addresses}
         given |= {"sampling_version": sampling_version, "max_model_len": max_model_len}
         self.record = replace(self.record, **{name: value for name, value in given.items() if value is not None})
         self.registrar.announce()
@@ -330,6 +332,7 @@ async def fake_worker(
             pid=1,
             ready=True,
             reads_grammars=True,
+            asks_for_addresses=True,
             sampling_version=SAMPLING_VERSION,
             load=WorkerLoad(free_blocks=100),
         )

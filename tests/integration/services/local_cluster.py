@@ -129,7 +129,12 @@ class RouterRequest:
         return common_pb2.RequestRef(request_id=self.request_id, attempt=attempt, router_id=ROUTER)
 
     async def start(
-        self, *, local_prefill_threshold: int = 0, attempt: int = 1, trace: TraceContext | None = None
+        self,
+        *,
+        local_prefill_threshold: int = 0,
+        attempt: int = 1,
+        trace: TraceContext | None = None,
+        senders_ask: bool = True,
     ) -> None:
         start = decode_pb2.DecodeStart(
             ref=self.ref(attempt),
@@ -137,6 +142,7 @@ class RouterRequest:
             sampling=sampling_to_wire(self.params),
             local_prefill_threshold=local_prefill_threshold,
             traceparent=traceparent_of(trace),
+            senders_ask=senders_ask,
         )
         await self.send(start=self._cluster.seals.seal(Purpose.START, self._cluster.decode.seal_name, start))
 

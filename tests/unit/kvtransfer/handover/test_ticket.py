@@ -82,7 +82,6 @@ def test_a_commit_survives_the_wire() -> None:
         ("epoch", 0),
         ("epoch", 1 << 63),
         ("transport", "carrier pigeon"),
-        ("data_address", b""),
         ("data_address", b"x" * ((1 << 16) + 1)),
         ("bundle_blocks", 0),
         ("bundle_blocks", 1 << 30),

@@ -1,4 +1,4 @@
-"""Fields that came later go to workers that know them."""
+"""What came later goes to workers that know it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pdserve.base.wire import sampling_from_wire
 from pdserve.cli.private_redis import PrivateRedis
 from tests.integration.router_svc.conftest import TWO_OF_EACH, ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import TEXT
+from tests.integration.router_svc.script import Context
 from tests.support.redis import until
 from tests.support.tiny_model import NAME, tokens_of
 
@@ -75,6 +76,43 @@ async def test_prefill_workers_that_would_sample_instead_get_no_prompt_without_o
             assert status == 200, body
             record = await cluster.trace(cluster.calls.prefills[-1].ref.request_id)
             assert {each["worker"] for each in record["decisions"]} == {"prefill-1"}
+
+
+async def _asking(cluster: ScriptedCluster, **asks: bool) -> None:
+    """Whether these workers ask for data addresses."""
+    named = {name.replace("_", "-"): value for name, value in asks.items()}
+    for name, value in named.items():
+        cluster.workers[name].set(asks_for_addresses=value)
+    known = cluster.router.cluster
+    await until(
+        known.directory,
+        lambda: {each.worker_id: each.asks_for_addresses for each in known.ready("prefill")}.items() >= named.items(),
+    )
+
+
+async def test_tickets_have_a_data_address_while_one_prefill_worker_does_not_ask_for_it(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    async with open_cluster(redis_server, model_dir, TWO_OF_EACH) as cluster:
+        for asks in (True, False, True):
+            await _asking(cluster, prefill_1=asks)
+            assert (await cluster.complete())[0] == 200
+            assert cluster.calls.decode_starts[-1].senders_ask is asks
+
+
+async def test_a_prefill_worker_that_appears_later_and_does_not_ask_gets_no_such_ticket(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    """It would refuse the request as malformed. Fails if the answer is an error, or if the worker is chosen."""
+    async with open_cluster(redis_server, model_dir, TWO_OF_EACH) as cluster:
+
+        async def updated(_: Context) -> None:
+            await _asking(cluster, prefill_0=False, prefill_1=False)
+
+        cluster.calls.script.fail("decode_ticket", updated)
+        assert (await cluster.complete())[0] == 200
+        assert cluster.calls.decode_starts[-1].senders_ask
+        assert not cluster.calls.prefills
 
 
 async def test_without_a_worker_that_knows_them_the_answer_says_so(redis_server: PrivateRedis, model_dir: Path) -> None:
