@@ -13,6 +13,8 @@ MIN_OUTPUT_LEN = 16
 _LONG_PROMPT_WORDS = 900
 #: One in so many requests has a long prompt.
 _LONG_EVERY = 12
+#: Fields that a request has without tools: an output has one structure, and no call has only some tokens.
+_STRUCTURES = {"response_format", "structured_outputs", "guided_choice", "allowed_token_ids"}
 #: Whatever the model is, an answer to this starts within thinking.
 _OPEN_THINKING = (
     "{% for each in messages %}<|im_start|>{{ each.role }}\n{{ each.content }}<|im_end|>\n{% endfor %}"
@@ -91,7 +93,7 @@ def _request(rng: random.Random, index: int, max_output_len: int) -> ChaosReques
     body: dict[str, Any] = {"max_tokens": rng.randint(MIN_OUTPUT_LEN, max_output_len)}
     body |= {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": _prompts(rng, text)}
     body |= _sampling(rng) | _ending(rng, body["max_tokens"]) | _logprobs(rng, is_chat=is_chat) | _structure(rng)
-    if is_chat and "response_format" not in body and "structured_outputs" not in body and "guided_choice" not in body:
+    if is_chat and not _STRUCTURES & body.keys():
         body |= _tools(rng)
     if is_chat:
         body |= _thinking(rng)
