@@ -187,8 +187,7 @@ class UcxTransport(OpensInboxes[ucx.TagProbeResult]):
     def _up(self) -> UcxWorker:
         if self._worker is not None:
             return self._worker
-        with self.guard.listening():
-            worker = self._context.start_worker()
+        worker = self._context.start_worker(self.guard.listening())
         self.guard.require_found(self._context.lanes())
         self._worker, self._files = worker, SpareFiles()
         asyncio.get_running_loop().add_reader(worker.handle.epoll_file_descriptor, self._progress)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import ucxx._lib.libucxx as ucx
 from ucxx.exceptions import UCXError
@@ -12,28 +15,37 @@ from kvtransfer.transport.ucx_lanes import offered_lanes
 from kvtransfer.transport.ucx_options import options_for
 from kvtransfer.transport.ucx_worker import UcxWorker
 from pdserve.base.errors import SetupError
+from pdserve.observe.open_files import num_free
 
+#: Free files for a worker, and for looking at its sockets.
+_NEEDED_FILES = 16
 _CUDA_ADVICE = " This UCX has no CUDA here. Use --handover-memory host."
 
 
 class UcxContext:
-    """The context for one worker at a time. Its calls raise SetupError when UCX does not start here."""
+    """The context for one worker at a time. Its calls raise SetupError when UCX does not start, or has no file."""
 
     def __init__(self, host: str, *, device_memory: bool) -> None:
         """`host`: the address on whose network device UCX listens. `device_memory`: buffers are in a GPU's memory."""
         self._host = host
         self._device_memory = device_memory
+        self._options: dict[str, str] = {}
         self._context: ucx.UCXContext | None = None
+        self._lanes: tuple[str, ...] = ()
 
     def lanes(self) -> tuple[str, ...]:
         """Transports that UCX has found and that UCX_TLS allows."""
-        return offered_lanes(self._opened().info)
+        self._opened()
+        return self._lanes
 
-    def start_worker(self) -> UcxWorker:
-        """Starts a worker, which listens at once."""
+    def start_worker(self, listening: AbstractContextManager[None]) -> UcxWorker:
+        """Starts a worker, which listens at once, within `listening`. It is not tried where files are scarce."""
         context = self._opened()
         with self._failures_explained():
-            return UcxWorker.start(context)
+            if num_free(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _NEEDED_FILES:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            with listening:
+                return UcxWorker.start(context)
 
     def close(self) -> None:
         """Closes the context, with its last worker. Later calls open another one."""
@@ -41,15 +53,17 @@ class UcxContext:
 
     def _opened(self) -> ucx.UCXContext:
         if self._context is None:
-            with self._failures_explained() as options:
-                self._context = ucx.UCXContext(options)
+            with self._failures_explained():
+                self._options = options_for(self._host, device_memory=self._device_memory)
+                context = ucx.UCXContext(dict(self._options))
+                self._lanes = offered_lanes(context.info)
+                self._context = context
         return self._context
 
     @contextmanager
-    def _failures_explained(self) -> Iterator[dict[str, str]]:
-        options = options_for(self._host, device_memory=self._device_memory)
+    def _failures_explained(self) -> Iterator[None]:
         try:
-            yield options
-        except UCXError as error:
+            yield
+        except (UCXError, OSError) as error:
             advice = _CUDA_ADVICE if self._device_memory else ""
-            raise SetupError(f"UCX does not start with options {options}: {error}.{advice}") from error
+            raise SetupError(f"UCX does not start with options {self._options}: {error}.{advice}") from error

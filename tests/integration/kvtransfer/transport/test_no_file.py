@@ -14,7 +14,7 @@ _PRELUDE = """
     import asyncio, os, resource, subprocess, sys
     import numpy as np
     from kvtransfer.transport.ucx import UcxTransport
-    from pdserve.base.errors import PeerLost
+    from pdserve.base.errors import PeerLost, SetupError
 
     def limit(number):
         resource.setrlimit(resource.RLIMIT_NOFILE, (number, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -52,6 +52,28 @@ def test_a_peer_is_refused_while_no_file_is_left_for_it() -> None:
             else:
                 raise AssertionError("connected")
             limit(before)
+            await transfer(sender, receiver, 1)
+    """)
+
+
+def test_ucx_starts_once_there_are_files() -> None:
+    """It is started when a worker needs it, perhaps in a crowd. Nothing of an attempt is left, nor any other error."""
+    _run("""
+        async def main():
+            receiver, sender = UcxTransport(), UcxTransport()
+            assert "tcp" in receiver.offered_lanes()
+            before, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            for num_free in (0, 1, 3, 5, 8, 15):
+                open_before = num_open()
+                limit(open_before + num_free)
+                try:
+                    await receiver.listen()
+                except SetupError as error:
+                    assert "Too many open files" in str(error), error
+                else:
+                    raise AssertionError(f"started with {num_free} free files")
+                limit(before)
+                assert num_open() == open_before
             await transfer(sender, receiver, 1)
     """)
 
