@@ -43,9 +43,9 @@ class LocalTransports(Protocol):
         ...
 
     async def prepare(self) -> None:
-        """Has processes of this host connect, where that is possible or required, and opens no port.
+        """Has processes of this host connect, where that is possible or required, and leaves no port open.
 
-        Raises: SetupError, also when `listen` could not work.
+        Raises: SetupError, also where `listen` cannot work.
         """
         ...
 

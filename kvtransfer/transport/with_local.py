@@ -62,25 +62,33 @@ class WithLocal:
         return self._remote.listens
 
     async def prepare(self) -> None:
-        """Local senders can connect, where that is possible or required. UCX finds out whether it can listen.
+        """Local senders can connect, where that is possible or required. UCX listens for a moment, to see that it can.
 
-        Raises: SetupError.
+        To be called before anything else. Raises: SetupError.
         """
+        self._listen_locally()
+        await self._remote.listen()
+        await self._remote.close()
+
+    async def listen(self) -> bytes:
+        """The data address of UCX. Local senders can connect, too."""
+        self._listen_locally()
+        try:
+            return await self._remote.listen()
+        except SetupError as error:
+            log.error("data_address_not_opened", reason=error)
+            raise
+
+    def _listen_locally(self) -> None:
         if self._has_listened:
-            return  # This is called for each ticket.
+            return  # Once: an address is needed for each ticket.
         self._has_listened = True
-        self._remote.offered_lanes()
         try:
             self._local.listen()
         except SetupError as error:
             if self._local.is_required:
                 raise
             log.warning("local_sockets_unusable", reason=error)
-
-    async def listen(self) -> bytes:
-        """The data address of UCX. Local senders can connect, too."""
-        await self.prepare()
-        return await self._remote.listen()
 
     async def connect(self, address: bytes) -> Peer:
         """Connects over UCX."""

@@ -121,7 +121,8 @@ class DecodeAttempt:
         while opened.HasField("ticket"):
             # The plan has served its purpose, and must not count against the worker it favoured.
             self._queued.unassign()
-            placement = self._placer.choose_prefill(self._call.worker)
+            must_ask = not opened.ticket.ticket.data_address
+            placement = self._placer.choose_prefill(self._call.worker, must_ask=must_ask)
             if placement is None:
                 await self._prefill_on_decode(reason, failed_prefill)
                 return
@@ -133,7 +134,7 @@ class DecodeAttempt:
                 error = failed
             await self._losses.note(placement.worker, error)
             failed_prefill = placement.worker
-            match self._next_step(placement, error):
+            match self._next_step(placement, error, must_ask=must_ask):
                 case NextStep.CARRY_ON:
                     return
                 case NextStep.FAIL:
@@ -150,12 +151,12 @@ class DecodeAttempt:
                     return
         self._require_first_tokens(opened, failed_prefill)
 
-    def _next_step(self, placement: Placement, error: PdserveError) -> NextStep:
+    def _next_step(self, placement: Placement, error: PdserveError, *, must_ask: bool) -> NextStep:
         return after_prefill_failure(
             failure_of(error, is_reported=is_reported(error), is_continuation=self._output.has_tokens),
             has_first_tokens=self._output.has_first_tokens,
             decode_has_started=self._call.has_started,
-            has_other_prefill=self._placer.has_other_prefill(placement, error, self._call.worker),
+            has_other_prefill=self._placer.has_other_prefill(placement, error, self._call.worker, must_ask=must_ask),
             may_prefill_on_decode=self._placer.deaths.may_reach("decode"),
         )
 

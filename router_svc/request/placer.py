@@ -44,8 +44,6 @@ class Placer:
         #: Workers that have failed by themselves in steps of the request, which limit where it may go.
         self.deaths = Deaths()
         self.failed_prefill: set[Incarnation] = set()
-        #: Whether the present ticket may have no data address, so that its prefill worker has to ask for it.
-        self._must_ask = False
         #: How many prefill workers have failed the request although they still run and do not shut down.
         self.prefill_failures = 0
 
@@ -127,8 +125,6 @@ class Placer:
         If no worker holds all of a request that fills the context, it takes decode workers with a shorter context.
         """
         workers = [each for each in workers if self.is_understood_by(each)]
-        if self._must_ask:
-            workers = [each for each in workers if each.tier == "decode" or each.asks_for_addresses]
         holding = [each for each in workers if self.fits_on(each)]
         if holding or not self._fills_context:
             return holding
@@ -143,12 +139,13 @@ class Placer:
             return None
         return replace(placement, why=f"has copies of the request's blocks; {placement.why}")
 
-    def choose_prefill(self, decode: WorkerRecord | None) -> Placement | None:
+    def choose_prefill(self, decode: WorkerRecord | None, *, must_ask: bool = False) -> Placement | None:
         """The best prefill worker that has not failed this request, for this decode worker if any.
 
-        A worker of another numerics class is chosen only where none of the decode worker's class is left.
+        A worker of another numerics class is chosen only where none of the decode worker's class is left. `must_ask`:
+        the decode worker's ticket has no data address, so the worker has to ask for it.
         """
-        return self._choose_prefill(self.failed_prefill, self.prefill_failures, decode)
+        return self._choose_prefill(self.failed_prefill, self.prefill_failures, decode, must_ask=must_ask)
 
     def choose_without_output(self, version: int) -> Placement | None:
         """The best prefill worker of at least this `SAMPLING_VERSION` that has not failed this request."""
@@ -161,23 +158,30 @@ class Placer:
         )
         return choose_prefill(workers, demand, self._cluster.in_flight)
 
-    def require_asking(self) -> bool:
-        """Whether all prefill workers ask for data addresses. If so, only such ones are chosen until the next call."""
-        self._must_ask = all(each.asks_for_addresses for each in self._cluster.ready("prefill"))
-        return self._must_ask
+    @property
+    def senders_ask(self) -> bool:
+        """Whether prefill workers are ready, and all of them ask for data addresses."""
+        ready = self._cluster.ready("prefill")
+        return bool(ready) and all(each.asks_for_addresses for each in ready)
 
-    def has_other_prefill(self, placement: Placement, error: PdserveError, decode: WorkerRecord) -> bool:
-        """Whether another prefill worker can take the prompt after this one has failed."""
-        failed = self.failed_prefill | {placement.incarnation}
-        return self._choose_prefill(failed, self.prefill_failures + _is_fault(error), decode) is not None
+    def has_other_prefill(
+        self, placement: Placement, error: PdserveError, decode: WorkerRecord, *, must_ask: bool = False
+    ) -> bool:
+        """Whether another prefill worker can take the prompt after this one has failed. `must_ask`: as above."""
+        failed, failures = self.failed_prefill | {placement.incarnation}, self.prefill_failures + _is_fault(error)
+        return self._choose_prefill(failed, failures, decode, must_ask=must_ask) is not None
 
-    def _choose_prefill(self, failed: set[Incarnation], failures: int, decode: WorkerRecord | None) -> Placement | None:
+    def _choose_prefill(
+        self, failed: set[Incarnation], failures: int, decode: WorkerRecord | None, *, must_ask: bool
+    ) -> Placement | None:
         if not self._may_prefill(failures):
             return None
         if decode is None:
             return self.choose("prefill", failed, None)
         # The decode worker may have changed its role in the meantime, and then takes requests of both tiers by turns.
         failed = failed | {incarnation_of(decode)}
+        if must_ask:
+            failed |= {incarnation_of(each) for each in self._cluster.ready("prefill") if not each.asks_for_addresses}
         same = self.choose("prefill", failed, decode.layout, decode.numerics_class)
         return same or self.choose("prefill", failed, decode.layout)
 

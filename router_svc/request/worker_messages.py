@@ -56,7 +56,7 @@ class WorkerMessages:
             traceparent=traceparent_of(trace),
             output=output,
             is_moving=is_moving,
-            senders_ask=self._placer.require_asking() if source is None else source.asks_for_addresses,
+            senders_ask=self._placer.senders_ask if source is None else source.asks_for_addresses,
         )
 
     def prefill(self, ticket: decode_pb2.Ticket | None) -> prefill_pb2.PrefillRequest:

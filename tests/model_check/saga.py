@@ -91,7 +91,9 @@ class _Call:
                 return self._started()
             case "ticket" | "stale-ticket":
                 attempt = self.attempt - (decision == "stale-ticket")
-                granted = decode_pb2.TicketGranted(ticket=decode_pb2.Ticket(attempt=attempt))
+                granted = decode_pb2.TicketGranted(
+                    ticket=decode_pb2.Ticket(attempt=attempt, data_address=b"an address")
+                )
                 reserved = BlocksReserved(worker=self.worker.worker_id, reserve_s=0.0)
                 self._prompt.journal.append(reserved)
                 return decode_pb2.DecodeResponse(ticket=granted)

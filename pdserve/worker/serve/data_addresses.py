@@ -26,14 +26,11 @@ from kvtransfer.handover.introduction import (
 from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport import GuardedTransport
 from kvtransfer.transport.own_sockets import Connection
-from pdserve.base.errors import RequestError, SetupError
-from pdserve.base.logs import get_logger
+from pdserve.base.errors import RequestError
 from pdserve.net.rpc import mapped_rpc_errors
 from pdserve.peers.seals import Purpose, receiver_name
 from pdserve.v1 import decode_pb2, decode_pb2_grpc
 from pdserve.worker.serve.worker import Worker
-
-log = get_logger(__name__)
 
 
 class DataAddressCalls:
@@ -88,10 +85,6 @@ async def answer_data_address(
     """Opens the data address for a worker of this cluster. Raises: PeerRefused, RequestError, SetupError."""
     request = worker.seals.open(Purpose.ADDRESS_REQUEST, worker.seal_name, request)
     require_nonce(request)
-    try:
-        address = await worker.transport.listen()
-    except SetupError as error:
-        log.error("data_address_not_opened", reason=error)
-        raise
+    address = await worker.transport.listen()
     found = data_address_to_proto(data_address(worker.transport, address))
     return worker.seals.seal(Purpose.ADDRESS, request.nonce, found, once=False)

@@ -135,7 +135,12 @@ class _DecodeSession:
         moving = "/moving" if self._start.is_moving else ""
         transfer_id = f"{self._start.ref.request_id}/{self._attempt}{moving}".encode()
         self._calls.commits[transfer_id] = self._ready
-        ticket = decode_pb2.Ticket(transfer_id=transfer_id, attempt=self._attempt, lease_s=self._calls.script.lease_s)
+        ticket = decode_pb2.Ticket(
+            transfer_id=transfer_id,
+            attempt=self._attempt,
+            lease_s=self._calls.script.lease_s,
+            data_address=b"" if self._start.senders_ask else b"an address",
+        )
         granted = decode_pb2.TicketGranted(ticket=ticket, reserve_s=0.125)
         await self._stream.write(decode_pb2.DecodeResponse(ticket=granted))
 

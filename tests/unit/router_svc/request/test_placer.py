@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.base.errors import Draining, NoFreeBlocks, PdserveError
+from pdserve.base.errors import Draining, NoFreeBlocks, PdserveError, PeerLost
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.sampling import SamplingParams
 from pdserve.peers.workers import WorkerRecord
@@ -53,6 +53,28 @@ def test_a_prompt_is_not_handed_over_from_a_worker_to_itself() -> None:
         assert placement.worker.worker_id == other
     del ready[1]
     assert chosen.choose_prefill(worker_record("one")) is None
+
+
+def test_a_ticket_without_an_address_goes_to_a_worker_that_asks_and_any_other_to_all() -> None:
+    """Whatever was asked of the same request before: an earlier attempt may have seen other workers."""
+    asking, older = (replace(each, asks_for_addresses=each.worker_id == "asks") for each in prefill("asks", "older"))
+    ready, decode = [asking], worker_record("d")
+    chosen = placer(ready)
+    assert chosen.senders_ask
+    ready[:] = [older]
+    assert not chosen.senders_ask
+    assert chosen.choose_prefill(decode, must_ask=True) is None
+    assert chosen.choose_prefill(decode) is not None
+    ready[:] = [older, asking]
+    assert not chosen.senders_ask
+    placement = chosen.choose_prefill(decode, must_ask=True)
+    assert placement is not None
+    assert placement.worker == asking
+    failed = PeerLost("It has left.")
+    assert not chosen.has_other_prefill(placement, failed, decode, must_ask=True)
+    assert chosen.has_other_prefill(placement, failed, decode)
+    ready.clear()
+    assert not chosen.senders_ask, "a worker that comes back may be an older one"
 
 
 @pytest.mark.parametrize(

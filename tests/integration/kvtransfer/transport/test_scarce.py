@@ -1,4 +1,4 @@
-"""UCX in a process that may open no more files: it is left alone until there are some, and listens again.
+"""UCX without files or ports: it is left alone until there are some, and listens again.
 
 The limit is that of a whole process, so each test is a program of its own.
 """
@@ -74,7 +74,33 @@ def test_ucx_starts_once_there_are_files() -> None:
                     raise AssertionError(f"started with {num_free} free files")
                 limit(before)
                 assert num_open() == open_before
+            limit(num_open() + 16)
+            await receiver.listen()
+            limit(before)
             await transfer(sender, receiver, 1)
+    """)
+
+
+def test_a_port_range_without_a_free_port_is_an_error() -> None:
+    """UCX would look for a port for ever, within one call. Fails by the timeout if UCX is called."""
+    _run("""
+        import socket
+
+        async def main():
+            taken = socket.create_server(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+            os.environ["UCX_TCP_PORT_RANGE"] = f"{port}-{port}"
+            receiver = UcxTransport()
+            try:
+                await receiver.listen()
+            except SetupError as error:
+                assert "all ports of UCX_TCP_PORT_RANGE are in use at 127.0.0.1" in str(error), error
+            else:
+                raise AssertionError("started")
+            taken.close()
+            assert await receiver.listen()
+            assert receiver.guard.addresses == {f"127.0.0.1:{port}"}
+            await receiver.close()
     """)
 
 
