@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from benchmarks.gpu.handover import DEVICE, HOST, LOCAL, Case, Times, measure
+from benchmarks.gpu.handover import DEVICE, HOST, LOCAL, PINNED, Case, Times, measure
 from benchmarks.gpu.rows import Finding, Measured, NotMeasured
 from benchmarks.gpu.setting import Setting
 from kernels.bench.inputs import BLOCK_SIZE
@@ -21,7 +21,12 @@ from pdserve.base.layout import KvLayout
 from pdserve.worker.config import GPU_LAYER_GROUPS
 
 _KEY = bytes(range(16))
-_HOW = {LOCAL: "from cache to cache", DEVICE: "staged in device memory", HOST: "staged in host memory"}
+_HOW = {
+    LOCAL: "from cache to cache",
+    PINNED: "through pinned host memory",
+    DEVICE: "staged in device memory",
+    HOST: "staged in host memory",
+}
 
 
 def moving(setting: Setting, how: Literal["pack", "unpack", "gather", "digest"]) -> Finding:
@@ -47,7 +52,7 @@ def moving(setting: Setting, how: Literal["pack", "unpack", "gather", "digest"])
         case "unpack":
             call = partial(blocks.unpack, packed, cache, ids, keys, **everything)
         case "gather":
-            source = blocks.Blocks(packed.view(cache.dtype).view(cache.shape), ids)
+            source = blocks.Slices(packed.view(-1), ids * (cache[0].nbytes // 8))
             call = partial(blocks.gather, source, here, keys, sums, layers=(0, layers))
         case "digest":
             call = partial(blocks.digest, here, keys, sums, layers=(0, layers))
@@ -133,10 +138,10 @@ def _short(setting: Setting, at_once: int) -> _Handovers:
 
 @cache
 def _handovers(setting: Setting) -> _Handovers:
-    """Measures copies from cache to cache, and staging in device and host memory, and takes the fastest."""
+    """Measures all ways of `_HOW`, and takes the fastest."""
     times: dict[str, Times] = {}
     notes = []
-    for memory in (LOCAL, DEVICE, HOST):
+    for memory in _HOW:
         case = _case(setting, memory)
         layout, num_blocks = case.layout, case.num_blocks
         try:

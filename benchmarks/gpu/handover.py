@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.handover FD TRANSPORT MEMORY BLOCKS AT_ONCE ROUNDS DEVICE DIRECTORY LAYOUT
 
 runs the receiving process, which the measuring one starts. Both use the workers' code: the protocol with digests and
-commit, over UCX or NCCL with blocks staged in host or device memory, or within the host from cache to cache.
+commit, over UCX or NCCL with blocks staged in host or device memory, or within the host, from cache to cache or through
+host memory that both pin.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,8 +52,10 @@ from pdserve.worker.config import GPU_LAYER_GROUPS
 from pdserve.worker.kv_bytes.device_blocks import device_block_memory
 from pdserve.worker.kv_bytes.host_blocks import block_memory, share_blocks, staged
 
-#: The memory that blocks pass through; LOCAL: none, the receiver copies them from the sender's cache.
-HOST, DEVICE, LOCAL = "host", "device", "local"
+#: The memory that blocks pass through; LOCAL: none, the receiver copies them from the sender's cache. PINNED: host
+#: memory that both pin, as between GPUs that do not read each other.
+HOST, DEVICE, LOCAL, PINNED = "host", "device", "local", "pinned"
+_WITHIN_HOST = (LOCAL, PINNED)
 #: The first rounds connect, compile, and touch memory for the first time.
 _WARM_UP_ROUNDS = 2
 #: Wait until all groups but the last have arrived, as they would while a model computes.
@@ -73,7 +76,7 @@ class Case:
     transport: str = "ucx"
     #: Device of the receiving process; None: the same device.
     peer_device: str | None = None
-    #: Where both processes meet if `memory` is LOCAL.
+    #: Where both processes meet within the host.
     directory: str = ""
     #: Handovers at a time, each of blocks of its own.
     at_once: int = 1
@@ -106,7 +109,7 @@ class Case:
 
     def open_transport(self) -> Transport:
         """Opens the transport of this process."""
-        if self.memory == LOCAL:
+        if self.memory in _WITHIN_HOST:
             gpu = torch.device(self.device).index or 0
             return open_transport("ucx", local_sockets=SocketDirectory(Path(self.directory)), local_gpu=gpu)
         is_in_gpu = self.memory == DEVICE and self.device != "cpu"
@@ -115,13 +118,13 @@ class Case:
     def open_memory(self) -> tuple[KvCache, BlockMemory]:
         """A cache with all blocks, and staging memory for as many."""
         num_blocks, device = self.num_blocks * self.at_once, torch.device(self.device)
-        cache = KvCache(self.layout, num_blocks, device, is_shared=self.memory == LOCAL)
+        cache = KvCache(self.layout, num_blocks, device, is_shared=self.memory in _WITHIN_HOST)
         bundle_blocks = best_bundle_blocks(self.layout.block_bytes)
         size = -(-num_blocks // bundle_blocks) * bundle_blocks * self.layout.block_bytes
-        if self.memory == LOCAL:
-            if cache.shared is None:
-                raise RuntimeError("this GPU's memory cannot be shared between processes; the log says why")
-            return cache, block_memory(cache, bundle_blocks * self.layout.block_bytes)
+        if self.memory == LOCAL and cache.shared is None:
+            raise RuntimeError("this GPU's memory cannot be shared between processes; the log says why")
+        if self.memory in _WITHIN_HOST:
+            return cache, block_memory(cache, bundle_blocks * self.layout.block_bytes, is_shared=True)
         if self.memory == DEVICE:
             return cache, device_block_memory(cache, size)
         if self.device == "cpu":
@@ -139,11 +142,14 @@ class Times:
     exposed_ms: tuple[float, ...]
 
 
-def measure(case: Case) -> Times:
-    """Measures a case. Raises `RuntimeError` with the last output of the receiving process when that fails."""
-    if case.memory == LOCAL and not case.directory:
+def measure(case: Case, on_rounds: Callable[[], None] = lambda: None) -> Times:
+    """Measures a case. Raises `RuntimeError` with the last output of the receiving process when that fails.
+
+    `on_rounds` is called when the first round that counts begins, and when the last of those that send all blocks ends.
+    """
+    if case.memory in _WITHIN_HOST and not case.directory:
         with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # Paths of sockets are short.
-            return measure(replace(case, directory=directory))
+            return measure(replace(case, directory=directory), on_rounds)
     here, there = socket.socketpair()
     command = [sys.executable, "-m", "benchmarks.gpu.handover", str(there.fileno()), *case.to_arguments()]
     with (
@@ -152,7 +158,7 @@ def measure(case: Case) -> Times:
     ):
         there.close()
         try:
-            return asyncio.run(_within_limit(_send(case, here)))
+            return asyncio.run(_within_limit(_send(case, here, on_rounds)))
         except (OSError, asyncio.IncompleteReadError) as error:
             child.kill()
             child.wait()
@@ -170,12 +176,12 @@ async def _within_limit(work: Awaitable[Times]) -> Times:
         return await work
 
 
-async def _send(case: Case, stream: socket.socket) -> Times:
+async def _send(case: Case, stream: socket.socket, on_rounds: Callable[[], None]) -> Times:
     link = Link(*await asyncio.open_connection(sock=stream))
     cache, memory = case.open_memory()
     cache.tensor.view(torch.uint8).random_(0, 64)
     transport = case.open_transport()
-    share_blocks(cache, transport)
+    share_blocks(memory, transport)
     sender = Sender(transport=transport, memory=memory, layout=case.layout)
     answers: dict[bytes, asyncio.Future[None]] = {}
 
@@ -209,20 +215,23 @@ async def _send(case: Case, stream: socket.socket) -> Times:
         return statistics.median(each.result() for each in handovers) if settle_s else whole_ms
 
     try:
-        rounds = _WARM_UP_ROUNDS + case.rounds
-        whole = [await one_round(0.0) for _ in range(rounds)]
-        exposed = [await one_round(_SETTLE_S) for _ in range(rounds)]
+        for _ in range(_WARM_UP_ROUNDS):
+            await one_round(0.0)
+        on_rounds()
+        whole = [await one_round(0.0) for _ in range(case.rounds)]
+        on_rounds()
+        exposed = [await one_round(_SETTLE_S) for _ in range(_WARM_UP_ROUNDS + case.rounds)]
     finally:
         await transport.close()
         await link.close()
-    return Times(whole_ms=tuple(whole[_WARM_UP_ROUNDS:]), exposed_ms=tuple(exposed[_WARM_UP_ROUNDS:]))
+    return Times(whole_ms=tuple(whole), exposed_ms=tuple(exposed[_WARM_UP_ROUNDS:]))
 
 
 async def _receive(case: Case, stream: socket.socket) -> None:
     link = Link(*await asyncio.open_connection(sock=stream))
-    cache, memory = case.open_memory()
+    _, memory = case.open_memory()
     transport = case.open_transport()
-    share_blocks(cache, transport)
+    share_blocks(memory, transport)
     await transport.listen()
     identity = ReceiverIdentity(
         worker_id=WorkerId("d"),
@@ -265,11 +274,14 @@ def _reservation(blocks: list[BlockId]) -> Reservation:
 
 def _endpoint(case: Case, transport: Transport) -> DataEndpoint | None:
     """The receiver's end within the host; None: blocks are sent."""
-    if case.memory != LOCAL or not isinstance(transport, LocalTransports):
+    if case.memory not in _WITHIN_HOST or not isinstance(transport, LocalTransports):
         return None
     gpu = gpu_identity(torch.device(case.device))
     host, local = own_host_identity(), transport.local_address
-    return DataEndpoint(host=host, lanes=(), local=local, gpu=gpu.uuid, readable_gpus=gpu.readable)
+    readable = gpu.readable if case.memory == LOCAL else frozenset[str]()
+    return DataEndpoint(
+        host=host, lanes=(), local=local, gpu=gpu.uuid, readable_gpus=readable, pins_host_memory=bool(gpu.uuid)
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import triton.language as tl
 from kernels.reference.blocks import HEADER_PAIRS, LANES
 
 #: What `move_kernel` does.
-PACKS, UNPACKS, GATHERS, DIGESTS = (tl.constexpr(mode) for mode in range(4))
+WRITES, READS, DIGESTS = (tl.constexpr(mode) for mode in range(3))
 _HEADER_PAIRS = tl.constexpr(HEADER_PAIRS)
 _LANES = tl.constexpr(LANES)
 
@@ -41,7 +41,7 @@ def move_kernel(
     cache,
     other,
     block_ids,
-    other_ids,
+    other_words,
     keys,
     sums,
     num_blocks,
@@ -53,11 +53,15 @@ def move_kernel(
     run_stride,
     packed_words,
     mode: tl.constexpr,
+    is_packed: tl.constexpr,
     group: tl.constexpr,
     tile_words: tl.constexpr,
     num_tiles: tl.constexpr,
 ):
-    """Copies a piece of one run, at most num_tiles * tile_words words, of `group` blocks, and stores its sums."""
+    """Copies a piece of one run, at most num_tiles * tile_words words, of `group` blocks, and stores its sums.
+
+    `other`: packed blocks one behind the other, or memory with one run for each block, which begin at `other_words`.
+    """
     piece = tl.program_id(0) % num_pieces
     rows = tl.program_id(0) // num_pieces * group + tl.arange(0, group)
     is_row = rows < num_blocks
@@ -65,11 +69,13 @@ def move_kernel(
     run = piece // pieces_per_run
     begin = piece % pieces_per_run * (tile_words * num_tiles)
     in_cache = cache + blocks * block_words + (first_word + run * run_stride)
-    if mode < GATHERS:
+    if mode == DIGESTS:
+        in_other = in_cache
+    elif is_packed:
         in_other = other + rows.to(tl.int64) * packed_words + run * run_words
     else:
-        sources = tl.load(other_ids + rows, mask=is_row, other=0)
-        in_other = other + sources * block_words + (first_word + run * run_stride)
+        # 16 bytes at a time.
+        in_other = other + tl.multiple_of(tl.load(other_words + rows, mask=is_row, other=0), 2)
     run_keys = keys + _HEADER_PAIRS + run * run_words
     sum_0 = tl.zeros([group, tile_words], tl.uint64)
     sum_1 = tl.zeros([group, tile_words], tl.uint64)
@@ -81,7 +87,7 @@ def move_kernel(
         mask = is_row[:, None] & is_word[None, :]
         cache_at = in_cache[:, None] + words[None, :]
         other_at = in_other[:, None] + words[None, :]
-        if mode == PACKS:
+        if mode == WRITES:
             data = tl.load(cache_at, mask=mask, other=0)
             tl.store(other_at, data, mask=mask)
         else:

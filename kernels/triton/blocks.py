@@ -1,4 +1,4 @@
-"""Packs slices of KV blocks densely for the wire, unpacks them, or gathers them from the cache of another process.
+"""Packs slices of KV blocks densely for the wire, unpacks them, or copies them from and to other memory.
 
 Their digests are computed at the same time.
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.reference import blocks as reference
 from kernels.reference.blocks import DIGEST_BYTES, KEY_BYTES, LANES, SliceLayout, num_key_pairs
-from kernels.triton.block_kernels import DIGESTS, GATHERS, PACKS, UNPACKS, finish_kernel, move_kernel, stretch_kernel
+from kernels.triton.block_kernels import DIGESTS, READS, WRITES, finish_kernel, move_kernel, stretch_kernel
 
 #: Words of 8 bytes that a program keeps in registers at a time: with more, too few programs fit on a processor.
 _TILE_WORDS = 512
@@ -41,6 +41,15 @@ class Blocks(NamedTuple):
     cache: Tensor
     #: int64 [n], contiguous, on the cache's device.
     ids: Tensor
+
+
+class Slices(NamedTuple):
+    """Slices of blocks in memory that the cache's device reaches, such as another process's cache."""
+
+    #: uint8 [num_bytes], contiguous, at a multiple of 16 bytes.
+    memory: Tensor
+    #: int64 [n], contiguous, on the cache's device: words of 8 bytes in front of each slice, even numbers.
+    words: Tensor
 
 
 def digest_keys(key: bytes, packed_bytes: int, device: torch.device) -> Tensor:
@@ -67,7 +76,7 @@ def pack(
     """
     layout = SliceLayout.of(cache, layers, heads)
     _check_packed(out, block_ids, layout)
-    return _digest(_Move(Blocks(cache, block_ids), Blocks(out, block_ids), keys, layout, PACKS.value))
+    return _digest(_Move(Blocks(cache, block_ids), Slices(out, block_ids), keys, layout, WRITES.value, is_packed=True))
 
 
 def unpack(
@@ -76,33 +85,33 @@ def unpack(
     """The inverse of `pack`, into distinct blocks; returns the digests of what it read, for the caller to compare."""
     layout = SliceLayout.of(cache, layers, heads)
     _check_packed(packed, block_ids, layout)
-    return _digest(_Move(Blocks(cache, block_ids), Blocks(packed, block_ids), keys, layout, UNPACKS.value))
+    return _digest(
+        _Move(Blocks(cache, block_ids), Slices(packed, block_ids), keys, layout, READS.value, is_packed=True)
+    )
 
 
 def num_sums(cache: Tensor, num_blocks: int, layers: tuple[int, int]) -> int:
-    """Number of the sums that `gather` and `digest` write for that many blocks."""
+    """Number of the sums that `gather`, `scatter` and `digest` write for that many blocks."""
     return num_blocks * _Division.of(_all_heads(cache, layers), num_blocks).num_pieces * LANES
 
 
-def gather(source: Blocks, target: Blocks, keys: Tensor, sums: Tensor, *, layers: tuple[int, int]) -> None:
-    """Copies `layers` (half-open) of each block of `source` to that of `target`, and writes sums for their digests.
+def gather(source: Slices, target: Blocks, keys: Tensor, sums: Tensor, *, layers: tuple[int, int]) -> None:
+    """Copies slices with `layers` (half-open) and all heads to the blocks, and writes sums for their digests.
 
-    The caches have the same shape but for the number of blocks, and the same dtype; that of the source may be another
-    process's. The blocks of the target are distinct. sums: int64 [`num_sums`], contiguous, to be passed to
-    `digests_of_sums`. One launch, no allocation.
+    The blocks are distinct. The slices are within the memory, which may be another process's. sums: int64 [`num_sums`],
+    contiguous, to be passed to `digests_of_sums`. One launch, no allocation.
     """
-    assert source.cache.shape[1:] == target.cache.shape[1:]
-    assert source.cache.dtype == target.cache.dtype
-    assert source.ids.shape == target.ids.shape
-    _check_ids(source.ids)
-    assert source.cache.is_contiguous()
-    assert source.cache.data_ptr() % _ALIGNMENT == 0
-    _sum(_Move(target, source, keys, _all_heads(target.cache, layers), GATHERS.value), sums)
+    _sum(_Move(target, source, keys, _all_heads(target.cache, layers), READS.value), sums)
+
+
+def scatter(source: Blocks, target: Slices, keys: Tensor, sums: Tensor, *, layers: tuple[int, int]) -> None:
+    """The inverse of `gather`, to slices that do not overlap."""
+    _sum(_Move(source, target, keys, _all_heads(source.cache, layers), WRITES.value), sums)
 
 
 def digest(blocks: Blocks, keys: Tensor, sums: Tensor, *, layers: tuple[int, int]) -> None:
     """Writes the sums of `gather`, without a copy."""
-    _sum(_Move(blocks, blocks, keys, _all_heads(blocks.cache, layers), DIGESTS.value), sums)
+    _sum(_Move(blocks, Slices(*blocks), keys, _all_heads(blocks.cache, layers), DIGESTS.value), sums)
 
 
 def digests_of_sums(sums: Tensor, num_blocks: int, keys: Tensor, packed_bytes: int) -> Tensor:
@@ -113,13 +122,14 @@ def digests_of_sums(sums: Tensor, num_blocks: int, keys: Tensor, packed_bytes: i
 
 
 class _Move(NamedTuple):
-    """One launch. `other`: packed blocks with the ids of `blocks`, or blocks of another cache."""
+    """One launch. `other`: if `is_packed`, packed blocks, one behind the other."""
 
     blocks: Blocks
-    other: Blocks
+    other: Slices
     keys: Tensor
     layout: SliceLayout
     mode: int
+    is_packed: bool = False
 
 
 def _sum(move: _Move, sums: Tensor) -> None:
@@ -157,9 +167,9 @@ def _launch(move: _Move, division: _Division, sums: Tensor) -> None:
     move_kernel[(triton.cdiv(num_blocks, division.group) * division.num_pieces,)](
         move.blocks.cache.view(-1).view(torch.int64),
         # Words, whatever is in them; a cache of another process is not to be written to.
-        move.other.cache.view(-1).view(torch.uint8).view(torch.int64),
+        move.other.memory.view(-1).view(torch.uint8).view(torch.int64),
         move.blocks.ids,
-        move.other.ids,
+        move.other.words,
         move.keys,
         sums,
         num_blocks,
@@ -171,6 +181,7 @@ def _launch(move: _Move, division: _Division, sums: Tensor) -> None:
         layout.run_stride,
         layout.packed_words,
         mode=move.mode,
+        is_packed=move.is_packed,
         group=division.group,
         tile_words=division.tile_words,
         num_tiles=division.num_tiles,
@@ -204,20 +215,18 @@ def _all_heads(cache: Tensor, layers: tuple[int, int]) -> SliceLayout:
 
 
 def _check(move: _Move) -> None:
-    _check_ids(move.blocks.ids)
+    for indices in (move.blocks.ids, move.other.words):
+        assert indices.dtype == torch.int64
+        assert indices.is_contiguous()
+        assert indices.shape == move.blocks.ids.shape
     assert move.keys.dtype == torch.int64
     assert move.keys.is_contiguous()
     assert move.keys.shape[0] >= num_key_pairs(move.layout.packed_bytes)
-    assert move.blocks.cache.data_ptr() % _ALIGNMENT == 0
-
-
-def _check_ids(block_ids: Tensor) -> None:
-    assert block_ids.dtype == torch.int64
-    assert block_ids.is_contiguous()
+    for memory in (move.blocks.cache, move.other.memory):
+        assert memory.is_contiguous()
+        assert memory.data_ptr() % _ALIGNMENT == 0
 
 
 def _check_packed(packed: Tensor, block_ids: Tensor, layout: SliceLayout) -> None:
     assert packed.dtype == torch.uint8
     assert packed.shape == (block_ids.shape[0], layout.packed_bytes)
-    assert packed.is_contiguous()
-    assert packed.data_ptr() % _ALIGNMENT == 0

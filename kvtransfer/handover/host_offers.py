@@ -16,6 +16,7 @@ from kvtransfer.handover.digest import DIGEST_BYTES, MessageDigest
 from kvtransfer.handover.layer_groups import span_of
 from kvtransfer.handover.memory import Bundle, Digests, MessageSpec
 from kvtransfer.transport import Buffer
+from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
 from pdserve.base.shared_memory import SharedMemory
@@ -37,15 +38,31 @@ class _Found:
         return self._digests
 
 
-class HostOffers:
-    """Implements `OfferedMemory` for bundles of one block. Copies are made by a thread, in order."""
+class _Prepared:
+    """Implements `PreparedBlocks` where the blocks are."""
 
-    gpu = ""
+    def __init__(self, offers: HostOffers, bundles: Sequence[Bundle], spec: MessageSpec) -> None:
+        self.starts = offers.starts(bundles, spec)
+        self._offers = offers
+        self._bundles = bundles
+        self._spec = spec
+
+    async def digests(self) -> Digests:
+        return await self._offers.digests(self._bundles, self._spec)
+
+    def release(self) -> None:
+        pass
+
+
+class HostOffers:
+    """Implements `OfferedMemory` and `OfferSource` for bundles of one block. Copies are made by a thread, in order."""
+
     run_bytes = (2 << 20, 16 << 20)
+    is_bounded = False
 
     def __init__(self, memory: Buffer, layout: KvLayout, shared: SharedMemory | None) -> None:
         """`memory`: as that of `InPlaceMemory`. Raises: SetupError."""
-        self.shared = shared
+        self.memories = [] if shared is None else [shared]
         self._memory = memory
         self._layout = layout
         self._start = 0 if shared is None else shared.offset_of(memory) or 0
@@ -56,17 +73,30 @@ class HostOffers:
             except RuntimeError as error:
                 raise SetupError(f"No thread can be started that copies blocks: {error}.") from error
 
+    @property
+    def shared(self) -> SharedMemory:
+        return self.memories[0]
+
+    def source_for(self, end: DataEndpoint) -> HostOffers | None:
+        return self if self.memories and end.can_read("") else None
+
+    async def open(self) -> None:
+        pass
+
+    async def prepare(self, bundles: Sequence[Bundle], spec: MessageSpec) -> _Prepared:
+        assert spec.after is None, "blocks in host memory are computed before they are reported"
+        return _Prepared(self, bundles, spec)
+
     def block_bytes(self, spec: MessageSpec) -> int:
         span = self._span(spec)
         return int(span.stop - span.start)
 
     def starts(self, bundles: Sequence[Bundle], spec: MessageSpec) -> Starts:
+        """Where the blocks of messages begin in what is shared: int64 [blocks]."""
         return self._starts(bundles, spec) + self._start
 
-    async def computed(self, spec: MessageSpec) -> None:
-        assert spec.after is None, "blocks in host memory are computed before they are reported"
-
     async def digests(self, bundles: Sequence[Bundle], spec: MessageSpec) -> Digests:
+        """The digests of messages."""
         starts, num_bytes, found = self._starts(bundles, spec), self.block_bytes(spec), list[bytes]()
         at_once = max(1, _YIELD_BYTES // num_bytes)
         for first in range(0, len(starts), at_once):

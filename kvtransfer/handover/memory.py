@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvtransfer.handover.digest import HOST_DIGEST, MessageDigest
 from kvtransfer.handover.layer_groups import span_of
 from kvtransfer.transport import Buffer
+from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
@@ -46,32 +47,54 @@ class Digests(Protocol):
         """The digests, in the order of the messages. Raises: TransferError."""
 
 
-class OfferedMemory(Protocol):
-    """Blocks that processes of the same host copy from each other, without sending them. Belongs to one event loop."""
+class PreparedBlocks(Protocol):
+    """Messages in memory from which another process copies them."""
 
     @property
-    def shared(self) -> ShareableMemory | None:
-        """The memory in which the blocks are offered; None: they can only be copied into."""
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Where they begin in the memory, for each of their blocks in order: int64 [blocks]."""
+
+    async def digests(self) -> Digests:
+        """Starts to compute their digests, once they were offered. Raises: TransferError."""
+
+    def release(self) -> None:
+        """The other process copies them no more."""
+
+
+class OfferSource(Protocol):
+    """Memory in which a worker's blocks are offered. Belongs to one event loop."""
 
     @property
-    def gpu(self) -> str:
-        """UUID of the GPU that has the blocks; empty: they are in host memory."""
+    def shared(self) -> ShareableMemory:
+        """The memory."""
 
     @property
     def run_bytes(self) -> tuple[int, int]:
         """Bytes that are best offered together: at first, so that the receiver starts soon, and at most."""
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether `prepare` waits, first come first served, while other transfers have filled the memory."""
+
+    async def open(self) -> None:
+        """To be called before the memory is shown to another process. Raises: SetupError."""
+
+    async def prepare(self, bundles: Sequence[Bundle], spec: MessageSpec) -> PreparedBlocks:
+        """The bundles' messages, once the blocks hold their layers. The caller releases them. Raises: TransferError."""
+
+
+class OfferedMemory(Protocol):
+    """Blocks that processes of the same host copy from each other, without sending them. Belongs to one event loop."""
+
+    @property
+    def memories(self) -> Sequence[ShareableMemory]:
+        """Those of its sources; empty: the blocks can only be copied into."""
+
+    def source_for(self, end: DataEndpoint) -> OfferSource | None:
+        """The fastest source from which the worker at that end can copy; None: there is none."""
+
     def block_bytes(self, spec: MessageSpec) -> int:
         """Bytes that a block has in the messages that `spec` describes."""
-
-    def starts(self, bundles: Sequence[Bundle], spec: MessageSpec) -> npt.NDArray[np.int64]:
-        """Where they begin in `shared`, for each block of the bundles in order: int64 [blocks]."""
-
-    async def computed(self, spec: MessageSpec) -> None:
-        """Returns when the blocks hold the layers: after `spec.after`."""
-
-    async def digests(self, bundles: Sequence[Bundle], spec: MessageSpec) -> Digests:
-        """Starts to compute the digests of the bundles' messages, which were offered. Raises: TransferError."""
 
     async def pull(
         self, source: Buffer, starts: npt.NDArray[np.int64], bundles: Sequence[Bundle], spec: MessageSpec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from kvtransfer.handover.events import (
     TimePassed,
     WatchLease,
 )
-from kvtransfer.handover.memory import Bundle, MessageSpec
+from kvtransfer.handover.memory import Bundle, MessageSpec, OfferSource, PreparedBlocks
 from kvtransfer.handover.send_machine import SendMachine
 from kvtransfer.handover.send_path import SendPath, SendStats, SentDigests, offered_runs
 from kvtransfer.handover.ticket import Commit, Ticket, signed_commit
@@ -32,7 +32,7 @@ from kvtransfer.transport.local.offer import Offer
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import BlockId, RequestId
-from pdserve.base.tasks import run_to_completion
+from pdserve.base.tasks import run_to_completion, taken_unless
 
 T = TypeVar("T")
 
@@ -40,8 +40,8 @@ T = TypeVar("T")
 _COPIED_AT_ONCE = 1 / 4
 #: Bytes digested before the event loop, and with it the wire, gets a turn.
 _YIELD_BYTES = 4 << 20
-#: Offers of a transfer that the receiver has at a time: one that it copies and one that it copies next. Further ones
-#: wait behind those of other transfers.
+#: Offers of a transfer that the receiver has at a time: the one that it copies, and the next. Others wait for those of
+#: other transfers.
 _MAX_OFFERS = 2
 
 
@@ -124,13 +124,14 @@ class OutgoingTransfer:
             at_once = max(1, int(_COPIED_AT_ONCE * at_once))
         for first in range(0, len(bundles), at_once):
             batch = bundles[first : first + at_once]
-            buffers = await self._lend(batch)
+            buffers = await self._lent(
+                self._memory.lend(batch, to_send=True), self._give_back, may_wait=self._memory.copies
+            )
             try:
                 digests = await self._memory.load(batch, buffers, spec)
                 await self._send_batch(batch, buffers, group, digests)
             finally:
-                for buffer in buffers:
-                    self._memory.give_back(buffer)
+                self._give_back(buffers)
 
     async def finish(self, first_tokens: Sequence[int], commit: Callable[[Commit], Awaitable[T]]) -> T:
         """Commits, waits for the answer and for every message to have left, and returns what `commit` returned.
@@ -168,25 +169,19 @@ class OutgoingTransfer:
                 self._timer.cancel()
 
     # Inside.
-    async def _lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
-        """Waits for memory as `BlockMemory.lend` does, until the transfer is over."""
-        if not self._memory.copies:
-            return await self._memory.lend(bundles, to_send=True)
-        lending = asyncio.ensure_future(self._memory.lend(bundles, to_send=True))
+    async def _lent(self, lending: Coroutine[object, object, T], let_go: Callable[[T], None], *, may_wait: bool) -> T:
+        """Waits for this worker's memory, until the transfer is over."""
+        if not may_wait:
+            return await lending
         self.waits_for_memory = True
         try:
-            await asyncio.wait((lending, self._stopped), return_when=asyncio.FIRST_COMPLETED)
-            self._require_sending()
-            return lending.result()
-        except BaseException:
-            lending.cancel()
-            await asyncio.wait((lending,))
-            if not lending.cancelled() and lending.exception() is None:
-                for buffer in lending.result():
-                    self._memory.give_back(buffer)
-            raise
+            return await taken_unless(self._stopped, lending, let_go)
         finally:
             self.waits_for_memory = False
+
+    def _give_back(self, buffers: Sequence[Buffer]) -> None:
+        for buffer in buffers:
+            self._memory.give_back(buffer)
 
     async def _send_batch(
         self, batch: Sequence[Bundle], buffers: list[Buffer], group: int, digests: Sequence[bytes]
@@ -210,33 +205,37 @@ class OutgoingTransfer:
                 await asyncio.sleep(0)
 
     async def _offer_all(
-        self, local: LocalTransports, bundles: Sequence[Bundle], group: int, spec: MessageSpec
+        self, local: tuple[LocalTransports, OfferSource], bundles: Sequence[Bundle], group: int, spec: MessageSpec
     ) -> None:
-        """Offers the bundles' messages, whose digests are computed while the receiver copies them."""
-        memory = self._memory.offers
-        assert memory is not None
-        assert memory.shared is not None
-        block_bytes, step = memory.block_bytes(spec), self._ticket.shape.indices_of(group).step
-        await memory.computed(spec)
-        for run in offered_runs(bundles, block_bytes * self._ticket.bundle_blocks, memory.run_bytes):
+        """Offers the bundles' messages, whose digests may be computed while the receiver copies them."""
+        (transport, source), step = local, self._ticket.shape.indices_of(group).step
+        block_bytes = self._groups.span(group, 1).stop - self._groups.span(group, 1).start
+        for run in offered_runs(bundles, block_bytes * self._ticket.bundle_blocks, source.run_bytes):
             while self._num_offers >= _MAX_OFFERS and not self._stopped.done():
                 await self._change()
+            preparing = source.prepare(run, spec)
+            prepared = await self._lent(preparing, lambda prepared: prepared.release(), may_wait=source.is_bounded)
             index = self._next_index(group)
             offer = Offer(
                 first_tag=self._ticket.tag(index),
                 tag_step=step,
                 num_messages=len(run),
                 block_bytes=block_bytes,
-                starts=memory.starts(run, spec),
+                starts=prepared.starts,
             )
-            self._advance(SendStarted(index=index, count=len(run)))
+            try:
+                self._advance(SendStarted(index=index, count=len(run)))
+            except BaseException:
+                prepared.release()
+                raise
             self._num_offers += 1
-            operation = local.offer(self._peer, memory.shared, offer)
-            operation.add_done_callback(partial(self._on_offer_ended, index, offer))
+            operation = transport.offer(self._peer, source.shared, offer)
+            operation.add_done_callback(partial(self._on_offer_ended, index, offer, prepared))
             indices = range(index, index + len(run) * step, step)
-            self._digests.waiting.append((indices, await memory.digests(run, spec)))
+            self._digests.waiting.append((indices, await prepared.digests()))
 
-    def _on_offer_ended(self, index: int, offer: Offer, operation: Operation) -> None:
+    def _on_offer_ended(self, index: int, offer: Offer, prepared: PreparedBlocks, operation: Operation) -> None:
+        prepared.release()
         self._num_offers -= 1
         self._on_done(index, offer.num_messages, offer.num_bytes, operation.error)
 

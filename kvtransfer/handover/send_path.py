@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtransfer.handover.memory import BlockMemory, Bundle, Digests
+from kvtransfer.handover.memory import BlockMemory, Bundle, Digests, OfferSource
 from kvtransfer.transport import LocalTransports, Peer, Transport
 from kvtransfer.transport.local.offer import MAX_BLOCKS
 
@@ -32,8 +32,8 @@ class SendPath:
     peer: Peer
     #: Messages that may be on the wire at a time.
     max_outstanding: int
-    #: The transport, where blocks are offered to a peer of this host; None: they are sent.
-    local: LocalTransports | None = None
+    #: The transport, and where blocks are offered to a peer of this host; None: they are sent.
+    local: tuple[LocalTransports, OfferSource] | None = None
 
 
 class SentDigests:

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from kvtransfer.handover import transfer_errors
 from kvtransfer.handover.introduction import Introductions, NoCalls, TicketCalls
-from kvtransfer.handover.memory import BlockMemory
+from kvtransfer.handover.memory import BlockMemory, OfferSource
 from kvtransfer.handover.outgoing import OutgoingTransfer
 from kvtransfer.handover.peers import PeerTable
 from kvtransfer.handover.send_machine import SendMachine
@@ -18,7 +19,7 @@ from kvtransfer.handover.send_path import SendPath
 from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport import LocalTransports, Peer, Transport
 from kvtransfer.transport.local.address import LocalAddress
-from pdserve.base.errors import PeerLost, TransferTimeout
+from pdserve.base.errors import PeerLost, SetupError, TransferTimeout
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
 from pdserve.base.logs import get_logger
@@ -32,6 +33,16 @@ _MEMORY_SHARE = 1 / 4
 _MAX_SETTLED = 256
 #: Pause after a worker of this host could not be connected to at its local address.
 _REFUSED_S = 10.0
+
+
+class _Connection(NamedTuple):
+    """A ticket's connection."""
+
+    peer: Peer
+    #: It has a data address, unless blocks are offered.
+    ticket: Ticket
+    #: As in `SendPath`.
+    local: tuple[LocalTransports, OfferSource] | None = None
 
 
 class Sender:
@@ -80,17 +91,17 @@ class Sender:
         """
         self.require_compatible(ticket)
         machine = SendMachine(shape=ticket.shape, lease_s=ticket.lease_s, now=asyncio.get_running_loop().time())
-        async with self._connected(ticket, machine.deadline) as (peer, addressed):
-            self._on_peer(ticket, peer)
+        async with self._connected(ticket, machine.deadline) as connection:
+            self._on_peer(ticket, connection.peer)
             path = SendPath(
                 memory=self._memory,
                 transport=self._transport,
-                peer=peer,
+                peer=connection.peer,
                 max_outstanding=self._max_outstanding(ticket),
-                local=self._local if self._local is not None and self._local.is_local(peer) else None,
+                local=connection.local,
             )
             transfer = OutgoingTransfer(ticket, request_id, machine, path)
-            callbacks = self._answering_callbacks(addressed, peer)
+            callbacks = self._answering_callbacks(connection)
             try:
                 yield transfer
             finally:
@@ -98,38 +109,39 @@ class Sender:
                     callbacks.cancel()
                 await transfer.close()
                 if transfer.stats.sent_bytes and path.local is None:
-                    self._settle(addressed.data_address, peer)
+                    self._settle(connection.ticket.data_address, connection.peer)
 
-    def _local_address(self, ticket: Ticket) -> LocalAddress | None:
-        """Where to offer blocks within the host; None: the workers are not on one host, or share no memory."""
+    def _local_source(self, ticket: Ticket) -> tuple[LocalAddress, OfferSource] | None:
+        """Where to offer blocks within the host, and from where; None: the workers share neither host nor memory."""
         end, memory = ticket.data_endpoint, self._memory
-        if memory.offers is None or memory.offers.shared is None or ticket.bundle_blocks != memory.bundle_blocks:
+        if memory.offers is None or ticket.bundle_blocks != memory.bundle_blocks:
             return None
         if self._local is None or end is None or end.local is None or not self._local.reaches(end.local):
             return None
-        if not end.can_read(memory.offers.gpu):
+        if asyncio.get_running_loop().time() < self._refused_until.get(end.local, 0.0):
             return None
-        is_refused = asyncio.get_running_loop().time() < self._refused_until.get(end.local, 0.0)
-        return None if is_refused else end.local
+        source = memory.offers.source_for(end)
+        return None if source is None else (end.local, source)
 
     @asynccontextmanager
-    async def _connected(self, ticket: Ticket, deadline: float) -> AsyncIterator[tuple[Peer, Ticket]]:
-        """The peer of a ticket, within the host where that works; else between hosts, and the ticket has an address."""
+    async def _connected(self, ticket: Ticket, deadline: float) -> AsyncIterator[_Connection]:
+        """The connection of a ticket: within the host where that works, else as between hosts."""
         async with AsyncExitStack() as stack:
-            local = self._local_address(ticket)
-            if self._local is not None and local is not None:
-                connect = partial(self._connect_locally, ticket, self._local, local)
+            found = self._local_source(ticket)
+            if self._local is not None and found is not None:
+                local, source = found
+                connect = partial(self._connect_locally, ticket, self._local, source)
                 try:
                     peer = await stack.enter_async_context(self._peers.use(local.pack(), connect, deadline=deadline))
                 except PeerLost:
                     pass
                 else:
-                    yield peer, ticket
+                    yield _Connection(peer, ticket, (self._local, source))
                     return
             ticket = await self._with_address(ticket, deadline)
             introduced = partial(self._introductions.connect, ticket)
             peer = await stack.enter_async_context(self._peers.use(ticket.data_address, introduced, deadline=deadline))
-            yield peer, ticket
+            yield _Connection(peer, ticket)
 
     async def _with_address(self, ticket: Ticket, deadline: float) -> Ticket:
         """The ticket with a data address. Raises: TransferTimeout, PeerLost, and what the worker answers."""
@@ -142,23 +154,25 @@ class Sender:
             raise TransferTimeout("the decode worker did not give its data address within the lease") from error
         return replace(ticket, data_address=found.address, guarded_addresses=found.guarded_addresses)
 
-    async def _connect_locally(self, ticket: Ticket, transport: LocalTransports, local: LocalAddress) -> Peer:
+    async def _connect_locally(self, ticket: Ticket, transport: LocalTransports, source: OfferSource) -> Peer:
         """Transfers that have waited for one that was refused do not try again."""
-        offers = self._memory.offers
-        if self._local_address(ticket) is None:
+        found = self._local_source(ticket)
+        if found is None:
             raise PeerLost("The worker has just refused another transfer.")
+        local, _ = found
         try:
-            return await transport.connect_locally(local, None if offers is None else offers.shared)
-        except PeerLost as error:
+            await source.open()
+            return await transport.connect_locally(local, source.shared)
+        except (PeerLost, SetupError) as error:
             log.warning("local_path_refused", peer=ticket.worker_id, reason=error)
             self._refused_until[local] = asyncio.get_running_loop().time() + _REFUSED_S
             while len(self._refused_until) > _MAX_SETTLED:
                 del self._refused_until[next(iter(self._refused_until))]
-            raise
+            raise PeerLost(str(error)) from error
 
-    def _answering_callbacks(self, ticket: Ticket, peer: Peer) -> asyncio.Task[None] | None:
-        is_local = self._local is not None and self._local.is_local(peer)
-        if is_local or not ticket.guarded_addresses or self._settled.get(ticket.data_address) is peer:
+    def _answering_callbacks(self, connection: _Connection) -> asyncio.Task[None] | None:
+        peer, ticket, local = connection
+        if local is not None or not ticket.guarded_addresses or self._settled.get(ticket.data_address) is peer:
             return None
         return asyncio.create_task(self._introductions.answer_callbacks(ticket), name="answers to callbacks")
 

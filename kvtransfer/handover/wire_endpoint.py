@@ -28,6 +28,7 @@ def endpoint_to_proto(endpoint: DataEndpoint) -> decode_pb2.DataEndpoint:
         gpu_local_address=local if endpoint.gpu else b"",
         gpu=endpoint.gpu,
         readable_gpus=sorted(endpoint.readable_gpus),
+        pins_host_memory=endpoint.pins_host_memory,
     )
 
 
@@ -53,4 +54,5 @@ def endpoint_from_proto(message: decode_pb2.DataEndpoint) -> DataEndpoint:
         local=local,
         gpu=message.gpu,
         readable_gpus=frozenset(message.readable_gpus),
+        pins_host_memory=message.pins_host_memory,
     )

@@ -10,9 +10,17 @@ from kvtransfer.transport.local.address import LocalAddress
 from pdserve.observe.process_memory import scope_refuses
 from pdserve.peers.host_identity import HostIdentity
 
-CUDA_IPC, LOCAL, CMA, SHM, RDMA, TCP = "cuda_ipc", "local", "cma", "shm", "rdma", "tcp"
+LOCAL, CUDA_IPC, LOCAL_STAGED, CMA, SHM, RDMA, TCP = (
+    "local",
+    "cuda_ipc",
+    "local_staged",
+    "cma",
+    "shm",
+    "rdma",
+    "tcp",
+)
 #: Values of `TransportPath.expected` and `TransportPath.actual`, fastest first.
-PATHS = (LOCAL, CUDA_IPC, CMA, SHM, RDMA, TCP)
+PATHS = (LOCAL, CUDA_IPC, LOCAL_STAGED, CMA, SHM, RDMA, TCP)
 #: Names in UCX_TLS that mean a path, alone or with others.
 _UCX_NAMES = {CUDA_IPC: {"cuda_ipc", "cuda", "all"}, CMA: {"cma", "sm", "shm", "all"}}
 _SHM_LANES = ("posix", "sysv", "xpmem", "knem")
@@ -38,6 +46,8 @@ class DataEndpoint:
     gpu: str = ""
     #: UUIDs of the GPUs whose memory that one can read.
     readable_gpus: frozenset[str] = frozenset()
+    #: Whether that one can also copy blocks through host memory, which is pinned.
+    pins_host_memory: bool = False
 
     def can_read(self, gpu: str) -> bool:
         """Whether it can copy blocks from the memory of a GPU of its host; empty: from host memory."""
@@ -45,7 +55,7 @@ class DataEndpoint:
 
     def with_host_memory(self) -> DataEndpoint:
         """The endpoint of blocks in host memory in the same process."""
-        return replace(self, device_memory=False, gpu="", readable_gpus=frozenset())
+        return replace(self, device_memory=False, gpu="", readable_gpus=frozenset(), pins_host_memory=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +101,8 @@ def expected_path(own: DataEndpoint, peer: DataEndpoint) -> str:
         is_in_reach = own.local is not None and peer.local is not None and own.local.directory == peer.local.directory
         if is_in_reach and peer.can_read(own.gpu):
             return LOCAL
+        if is_in_reach and own.pins_host_memory and peer.pins_host_memory:
+            return LOCAL_STAGED
         excluded = own.excluded_paths | peer.excluded_paths
         if own.device_memory and peer.device_memory and CUDA_IPC not in excluded:
             return CUDA_IPC
@@ -110,8 +122,8 @@ def excluded_paths(ucx_tls: str | None) -> frozenset[str]:
 
 def actual_path(lanes: Sequence[str], *, device_memory: bool) -> str:
     """The path that bulk data takes over a connection with these lanes."""
-    if LOCAL in lanes:
-        return LOCAL
+    if LOCAL in lanes or LOCAL_STAGED in lanes:
+        return lanes[0]
     if device_memory and CUDA_IPC in lanes:
         return CUDA_IPC
     if CMA in lanes:
@@ -133,13 +145,13 @@ def path_between(own: DataEndpoint, peer: DataEndpoint, lanes: Sequence[str], ac
 
 def _explained(own: DataEndpoint, peer: DataEndpoint, expected: str, access: MemoryAccess) -> tuple[str, str]:
     """Cause and remedy of a path that is slower than the expected one."""
-    if expected == LOCAL:
+    if expected in (LOCAL, LOCAL_STAGED):
         return _EXPLAINED_LOCAL
     return _explain_within_host(own, peer, access) if expected in _WITHIN_HOST else _EXPLAINED_RDMA
 
 
 _EXPLAINED_LOCAL = (
-    "the peer refused the connection at its socket in --local-sockets, or cannot map this worker's memory",
+    "the peer refused the connection at its socket in --local-sockets, or one of both cannot map or pin memory",
     "This worker's log has the reason, at local_path_refused. Run both workers as one user; let those on GPUs see all "
     "of them. With --local-sockets off, UCX is the expected path.",
 )

@@ -9,17 +9,13 @@ from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.local.exchange import LocalExchange
 from kvtransfer.transport.local.offer import Offer
 from kvtransfer.transport.local.outgoing_peer import LocalPeer
-from kvtransfer.transport.path import LOCAL
+from kvtransfer.transport.path import LOCAL, LOCAL_STAGED
 from kvtransfer.transport.ucx import UcxTransport
 from pdserve.base.errors import SetupError
 from pdserve.base.logs import get_logger
 from pdserve.base.shared_memory import ShareableMemory
 
 log = get_logger(__name__)
-
-#: What `lanes` reports of a local peer.
-LOCAL_LANES = (LOCAL,)
-
 
 class WithLocal:
     """Implements `Transport`, `LaneReporter`, `GuardedTransport` and `LocalTransports`."""
@@ -139,4 +135,6 @@ class WithLocal:
 
     def lanes(self, peer: Peer) -> tuple[str, ...]:
         """What the connection uses."""
-        return LOCAL_LANES if isinstance(peer, LocalPeer) else self._remote.lanes(peer)
+        if isinstance(peer, LocalPeer):
+            return (LOCAL_STAGED if peer.is_staged else LOCAL,)
+        return self._remote.lanes(peer)

@@ -18,6 +18,7 @@ from typing import Any
 _PINNED, _POSIX_DESCRIPTOR, _ON_DEVICE, _RECOMMENDED = 1, 1, 1, 1
 _EXPORTS_DESCRIPTORS, _DEVICE_ORDINAL = 103, 9
 _READ, _READ_AND_WRITE = 1, 3
+_MAPS_TO_DEVICE, _HOST_READS_ONLY = 2, 8
 
 
 class CudaError(Exception):
@@ -118,6 +119,31 @@ class CudaDriver:
         with self._on(device):
             self._call("cuMemUnmap", ctypes.c_ulonglong(address), ctypes.c_size_t(num_bytes))
             self._call("cuMemAddressFree", ctypes.c_ulonglong(address), ctypes.c_size_t(num_bytes))
+
+    def pin(self, device: int, address: int, num_bytes: int, *, is_read_only: bool) -> int:
+        here, there = ctypes.c_void_p(address), ctypes.c_ulonglong()
+        flags = [_MAPS_TO_DEVICE | _HOST_READS_ONLY, _MAPS_TO_DEVICE] if is_read_only else [_MAPS_TO_DEVICE]
+        with self._on(device):
+            self._register(here, num_bytes, flags)
+            try:
+                self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(there), here, ctypes.c_uint(0))
+            except BaseException:
+                self._call("cuMemHostUnregister", here)
+                raise
+        return there.value
+
+    def _register(self, here: ctypes.c_void_p, num_bytes: int, flags: list[int]) -> None:
+        """With the first flags that the device knows."""
+        *others, last = flags
+        for each in others:
+            with suppress(CudaError):
+                self._call("cuMemHostRegister_v2", here, ctypes.c_size_t(num_bytes), ctypes.c_uint(each))
+                return
+        self._call("cuMemHostRegister_v2", here, ctypes.c_size_t(num_bytes), ctypes.c_uint(last))
+
+    def unpin(self, device: int, address: int) -> None:
+        with self._on(device):
+            self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def _mapped(self, device: int, handle: ctypes.c_ulonglong, size: int, accesses: list[int]) -> int:
         """The address of memory, with the first kind of access that the driver grants."""

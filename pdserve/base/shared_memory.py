@@ -33,6 +33,10 @@ class ShareableMemory(Protocol):
         """Whether it is a GPU's: the host cannot access its bytes."""
 
     @property
+    def is_pinned(self) -> bool:
+        """Whether it is host memory that GPUs access: whoever maps it pins it."""
+
+    @property
     def num_bytes(self) -> int:
         """Its size."""
 
@@ -53,9 +57,10 @@ class SharedMemory:
 
     is_on_gpu = False
 
-    def __init__(self, num_bytes: int) -> None:
-        """Raises `OSError` where the system has none, or the size cannot be mapped."""
+    def __init__(self, num_bytes: int, *, is_pinned: bool = False) -> None:
+        """`is_pinned`: GPUs access it. Raises `OSError` where the system has none, or the size cannot be mapped."""
         self.num_bytes = num_bytes
+        self.is_pinned = is_pinned
         self._file = -1
         self._file = os.memfd_create("pdserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -121,6 +121,27 @@ async def service_group() -> AsyncIterator[ServiceGroup]:
         task.uncancel()
     if failure is not None:  # Raised out here: before Python 3.11.4, `except*` makes a group of what is raised in it.
         raise failure
+
+
+async def taken_unless(
+    stopped: asyncio.Future[Any], taking: Coroutine[object, object, T], let_go: Callable[[T], None]
+) -> T:
+    """What `taking` returns. Raises the error that is the result of `stopped` when that is done first.
+
+    However it ends, nothing stays taken in vain: `let_go` gets it.
+    """
+    task = asyncio.ensure_future(taking)
+    try:
+        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done():
+            raise stopped.result()
+        return task.result()
+    except BaseException:
+        task.cancel()
+        await asyncio.wait((task,))
+        if not task.cancelled() and task.exception() is None:
+            let_go(task.result())
+        raise
 
 
 async def run_to_completion(work: Awaitable[T]) -> T:

@@ -787,6 +787,7 @@ class DataEndpoint(_message.Message):
     GPU_FIELD_NUMBER: _builtins.int
     READABLE_GPUS_FIELD_NUMBER: _builtins.int
     GPU_LOCAL_ADDRESS_FIELD_NUMBER: _builtins.int
+    PINS_HOST_MEMORY_FIELD_NUMBER: _builtins.int
     device_memory: _builtins.bool
     """Blocks are in the memory of a GPU on their way."""
     local_address: _builtins.bytes
@@ -797,6 +798,8 @@ class DataEndpoint(_message.Message):
     """UUID of the GPU that has its blocks. Empty: they are in host memory."""
     gpu_local_address: _builtins.bytes
     """As local_address, if its blocks are in the memory of a GPU. Releases that offer only host memory do not see it."""
+    pins_host_memory: _builtins.bool
+    """Whether a GPU that cannot read the sender's can copy blocks through host memory, which both pin."""
     @_builtins.property
     def host(self) -> Global___HostIdentity: ...
     @_builtins.property
@@ -822,10 +825,11 @@ class DataEndpoint(_message.Message):
         gpu: _builtins.str = ...,
         readable_gpus: _abc.Iterable[_builtins.str] | None = ...,
         gpu_local_address: _builtins.bytes = ...,
+        pins_host_memory: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "excluded_paths", b"excluded_paths", "gpu", b"gpu", "gpu_local_address", b"gpu_local_address", "host", b"host", "lanes", b"lanes", "local_address", b"local_address", "readable_gpus", b"readable_gpus"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "excluded_paths", b"excluded_paths", "gpu", b"gpu", "gpu_local_address", b"gpu_local_address", "host", b"host", "lanes", b"lanes", "local_address", b"local_address", "pins_host_memory", b"pins_host_memory", "readable_gpus", b"readable_gpus"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -116,10 +116,14 @@ def _move_blocks(num_layers: int, heads: tuple[int, int], *, blocks_of_moves: tu
             lambda cache, ids, packed, keys, **ranges: blocks.unpack(packed, cache, ids, keys, **ranges),
         ):
             move(cache, ids, packed[: len(ids)], keys, layers=(0, num_layers), heads=heads)
-        here, there = blocks.Blocks(cache, ids), blocks.Blocks(torch.zeros_like(cache), ids)
+        here, there = (
+            blocks.Blocks(cache, ids),
+            blocks.Slices(torch.zeros_like(cache).view(-1).view(torch.uint8), ids * 2),
+        )
         layers = (0, num_layers)
         sums = torch.empty(blocks.num_sums(cache, len(ids), layers), dtype=torch.int64)
         blocks.gather(there, here, keys, sums, layers=layers)
+        blocks.scatter(here, there, keys, sums, layers=layers)
         blocks.digest(here, keys, sums, layers=layers)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
-from kvtransfer.transport.base import Inbox, Operation, Peer, tag_base_of
+from kvtransfer.transport.base import Buffer, Inbox, Operation, Peer, tag_base_of
 from kvtransfer.transport.inproc import InprocTransport
 from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.local.incoming_peer import OfferedBlocks
@@ -39,6 +40,8 @@ class InprocWithOffers(InprocTransport):
         self._inboxes: dict[int, Inbox] = {}
         self.local_address = LocalAddress(directory="inproc", name=name, token=bytes(32))
         self.offers: list[Offer] = []
+        #: How this end reads another one's memory.
+        self.mapped: Callable[[ShareableMemory], Buffer] = lambda memory: memory.bytes
         _LISTENING[name] = self
 
     @property
@@ -83,8 +86,9 @@ class InprocWithOffers(InprocTransport):
         assert isinstance(peer, LocalPeer)
         self.offers.append(offer)
         operation = peer.unfinished[offer.first_tag] = Operation(offer.first_tag, memory.bytes)
-        blocks = OfferedBlocks(offer, memory.bytes, lambda tag: end(peer, tag))
-        inbox = _LISTENING[peer.name]._inboxes.get(tag_base_of(offer.first_tag))
+        receiver = _LISTENING[peer.name]
+        blocks = OfferedBlocks(offer, receiver.mapped(memory), lambda tag: end(peer, tag))
+        inbox = receiver._inboxes.get(tag_base_of(offer.first_tag))
         if inbox is None or not inbox.offered(blocks):
             blocks.end()
         return operation

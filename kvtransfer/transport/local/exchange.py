@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
-from kvtransfer.transport.base import Buffer, Inbox, Operation, Peer, tag_base_of
+from kvtransfer.transport.base import Inbox, Operation, Peer, tag_base_of
 from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.local.incoming_peer import IncomingPeer, OfferedBlocks
+from kvtransfer.transport.local.mappings import Mappings
 from kvtransfer.transport.local.offer import Offer
 from kvtransfer.transport.local.outgoing_peer import LocalPeer
 from kvtransfer.transport.local.socket_directory import SocketDirectory
-from pdserve.base import gpu_memory, shared_memory
-from pdserve.base.errors import PeerLost, SetupError
+from pdserve.base.errors import PeerLost
 from pdserve.base.logs import get_logger
 from pdserve.base.shared_memory import ShareableMemory
 
@@ -33,7 +31,6 @@ class LocalExchange:
     def __init__(self, directory: SocketDirectory, gpu: int | None = None) -> None:
         """`directory`: where the sockets of this user's processes are. `gpu`: the device that reads others' memory."""
         self._directory = directory
-        self._gpu = gpu
         self._listener: socket.socket | None = None
         self._address: LocalAddress | None = None
         self._memories: list[ShareableMemory] = []
@@ -41,8 +38,7 @@ class LocalExchange:
         self._senders: set[IncomingPeer] = set()
         self._inboxes: dict[int, Inbox] = {}
         self._is_closed = False
-        #: Lets memory go that senders have left, which takes long.
-        self._unmaps = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-unmaps")
+        self._mappings = Mappings(gpu)
         self._loop = asyncio.get_running_loop()
 
     def share(self, memory: ShareableMemory) -> None:
@@ -73,10 +69,7 @@ class LocalExchange:
     def listen(self) -> LocalAddress:
         """From now on processes can connect. Only the first call has something to do. Raises: SetupError."""
         if self._address is None:
-            try:
-                self._unmaps.submit(int)  # A process that cannot have the thread finds out now.
-            except RuntimeError as error:
-                raise SetupError(f"No thread can be started that lets memory go: {error}.") from error
+            self._mappings.start()
             self._listener, self._address = self._directory.listen()
             self._loop.add_reader(self._listener, self._accept)
         return self._address
@@ -139,8 +132,7 @@ class LocalExchange:
             sender.close()
         self._senders.clear()
         self._is_closed = True
-        await self._loop.run_in_executor(self._unmaps, int)  # Behind all that it has to do.
-        self._unmaps.shutdown()
+        await self._mappings.close()
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -160,25 +152,13 @@ class LocalExchange:
             self._address.token,
             self._on_offer,
             on_end=self._senders.discard,
-            release=self._release,
-            map_memory=self._map,
+            mappings=self._mappings,
         )
         self._senders.add(sender)
-
-    def _map(self, file: int, num_bytes: int, *, is_on_gpu: bool) -> Buffer:
-        if not is_on_gpu:
-            return shared_memory.map_to_read(file, num_bytes)
-        if self._gpu is None:
-            raise ValueError("it shows memory of a GPU, and this worker has none")
-        return gpu_memory.map_to_read(self._gpu, file, num_bytes)
 
     def _accept_again(self) -> None:
         if self._listener is not None:
             self._loop.add_reader(self._listener, self._accept)
-
-    def _release(self, let_go: Callable[[], None]) -> None:
-        if not self._is_closed:
-            self._unmaps.submit(let_go)
 
     def _on_offer(self, blocks: OfferedBlocks) -> None:
         inbox = self._inboxes.get(tag_base_of(blocks.offer.first_tag))

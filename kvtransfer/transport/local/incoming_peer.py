@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 import socket
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
 
 from kvtransfer.transport.base import Buffer
 from kvtransfer.transport.local import packets
+from kvtransfer.transport.local.mappings import Mappings
 from kvtransfer.transport.local.offer import Offer
 from kvtransfer.transport.local.packet_socket import PacketSocket
 from kvtransfer.transport.local.socket_directory import user_of
@@ -19,14 +21,6 @@ log = get_logger(__name__)
 
 #: Memories of one sender: its KV cache, and those of test transfers.
 _MAX_MEMORIES = 256
-
-
-class MapMemory(Protocol):
-    """Maps memory of another process to read it."""
-
-    def __call__(self, file: int, num_bytes: int, *, is_on_gpu: bool) -> Buffer:
-        """Maps the first bytes behind a descriptor. Raises: OSError, ValueError."""
-        ...
 
 
 class OfferedBlocks:
@@ -58,22 +52,17 @@ class IncomingPeer:
         token: bytes,
         on_offer: Callable[[OfferedBlocks], None],
         on_end: Callable[[IncomingPeer], None],
-        release: Callable[[Callable[[], None]], None],
-        map_memory: MapMemory,
+        mappings: Mappings,
     ) -> None:
-        """`on_end` is called once, when the connection has ended by itself.
-
-        `release` runs what lets memory go on a thread: unmapping the last view of a dead process's cache takes 150 ms
-        per GiB.
-        """
+        """`on_end` is called once, when the connection has ended by itself."""
         self._token = token
         self._on_offer = on_offer
         self._on_end = on_end
-        self._release = release
-        self._map_memory = map_memory
+        self._mappings = mappings
         #: Memories that have to be mapped before the sender is welcome; None: it is not known yet.
         self._num_missing: int | None = None
         self._memories: dict[int, Buffer] = {}
+        self._is_pinning = False
         #: Offers that may still be read, and memory that is let go behind the last one.
         self._num_offers = 0
         self._left: list[Buffer] = []
@@ -93,25 +82,28 @@ class IncomingPeer:
         self._left += [self._memories.pop(number) for number in numbers]
         if self._left and not self._num_offers:
             left, self._left = self._left, []
-            self._release(left.clear)
+            self._mappings.let_go(left)
 
     def _on_packet(self, packet: bytes, descriptor: int | None) -> None:
         try:
             self._take(packet[:1], packet[1:], descriptor)
         except (packets.Malformed, OSError, ValueError) as error:
-            log.warning("local_sender_refused", reason=str(error) or "it sends what no worker sends")
-            self._socket.close()
-            self._ended()
+            self._refuse(error)
         finally:
             if descriptor is not None:
                 os.close(descriptor)
+
+    def _refuse(self, error: BaseException) -> None:
+        log.warning("local_sender_refused", reason=str(error) or "it sends what no worker sends")
+        self._socket.close()
+        self._ended()
 
     def _take(self, kind: bytes, body: bytes, descriptor: int | None) -> None:
         if self._num_missing is None:
             self._num_missing = self._require_known(kind, body)
             self._welcome()
-        elif kind in (packets.MEMORY, packets.GPU_MEMORY):
-            self._map(*packets.read_memory(body), descriptor, is_on_gpu=kind == packets.GPU_MEMORY)
+        elif kind in (packets.MEMORY, packets.GPU_MEMORY, packets.PINNED_MEMORY):
+            self._map(kind, *packets.read_memory(body), descriptor)
         elif self._num_missing:
             raise packets.Malformed
         elif kind == packets.OFFER:
@@ -123,17 +115,38 @@ class IncomingPeer:
         else:
             raise packets.Malformed
 
-    def _map(self, number: int, num_bytes: int, descriptor: int | None, *, is_on_gpu: bool) -> None:
+    def _map(self, kind: bytes, number: int, num_bytes: int, descriptor: int | None) -> None:
+        if self._is_pinning or (kind == packets.PINNED_MEMORY and not self._num_missing):
+            raise packets.Malformed
         if descriptor is None:
             raise ValueError("its memory did not arrive: this process may have too many open files")
         if number in self._memories or len(self._memories) >= _MAX_MEMORIES:
             raise ValueError(f"it shows more than {_MAX_MEMORIES} memories, or one twice")
         try:
-            self._memories[number] = self._map_memory(descriptor, num_bytes, is_on_gpu=is_on_gpu)
+            memory = self._mappings.map(descriptor, num_bytes, is_on_gpu=kind == packets.GPU_MEMORY)
+            if kind == packets.PINNED_MEMORY:
+                self._mappings.pin(memory).add_done_callback(partial(self._pinned, number))
+                self._is_pinning = True
+                return
         except (OSError, ValueError) as error:
             self._socket.send(packets.refused(str(error)))
             raise
-        if self._num_missing:
+        self._mapped(number, memory)
+
+    def _pinned(self, number: int, pinning: asyncio.Future[Buffer]) -> None:
+        self._is_pinning = False
+        error = pinning.exception()
+        if error is None:
+            self._mapped(number, pinning.result())
+        elif not self._socket.is_closed:
+            self._socket.send(packets.refused(str(error)))
+            self._refuse(error)
+
+    def _mapped(self, number: int, memory: Buffer) -> None:
+        self._memories[number] = memory
+        if self._socket.is_closed:  # Meanwhile.
+            self._let_go(number)
+        elif self._num_missing:
             self._num_missing -= 1
             self._welcome()
 

@@ -30,6 +30,8 @@ class LocalPeer:
         #: Done when the receiver has accepted the connection, and mapped the memory.
         self.welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._socket = PacketSocket(connected, self._on_packet, self._lost)
+        #: Whether blocks are copied to host memory to be offered.
+        self.is_staged = any(memory.is_pinned for memory in memories)
         #: Offers that have not ended, by their first tags.
         self._unfinished: dict[int, Operation] = {}
         #: Memory that the receiver knows, by number.
@@ -86,7 +88,10 @@ class LocalPeer:
     def _show(self, memory: ShareableMemory) -> int:
         number = self._known[memory] = self._next_number
         self._next_number += 1
-        self._socket.send(packets.memory(number, memory.num_bytes, is_on_gpu=memory.is_on_gpu), memory.file)
+        kind = packets.MEMORY
+        if memory.is_on_gpu or memory.is_pinned:
+            kind = packets.GPU_MEMORY if memory.is_on_gpu else packets.PINNED_MEMORY
+        self._socket.send(packets.memory(number, memory.num_bytes, kind), memory.file)
         return number
 
     def _on_packet(self, packet: bytes, descriptor: int | None) -> None:

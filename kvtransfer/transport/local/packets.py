@@ -2,7 +2,7 @@
 
 sender                           receiver
 HELLO token, count          ->
-MEMORY id, size, descriptor ->                  maps the memory; GPU_MEMORY: that of a GPU
+MEMORY id, size, descriptor ->                  maps the memory; GPU_MEMORY: that of a GPU; PINNED_MEMORY: for its GPU
                             <-   REFUSED why    it cannot, and closes
                             <-   WELCOME        when the first `count` memories are mapped
 OFFER id, messages, starts  ->                  copies the messages' blocks into its own
@@ -21,7 +21,7 @@ from kvtransfer.transport.local.address import TOKEN_BYTES
 from kvtransfer.transport.local.offer import MAX_BLOCKS, Offer
 
 #: First byte of each packet. A release that offers otherwise says HELLO with another byte, and is refused.
-HELLO, WELCOME, MEMORY, GPU_MEMORY, REFUSED = b"h", b"W", b"M", b"G", b"R"
+HELLO, WELCOME, MEMORY, GPU_MEMORY, PINNED_MEMORY, REFUSED = b"h", b"W", b"M", b"G", b"P", b"R"
 OFFER, TAKEN, FORGET = b"O", b"T", b"F"
 
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
@@ -81,9 +81,9 @@ def read_taken(body: bytes) -> int:
     return int(tag)
 
 
-def memory(number: int, num_bytes: int, *, is_on_gpu: bool) -> bytes:
-    """The packet that comes with a descriptor of `num_bytes` of memory."""
-    return (GPU_MEMORY if is_on_gpu else MEMORY) + _MEMORY.pack(number, num_bytes)
+def memory(number: int, num_bytes: int, kind: bytes = MEMORY) -> bytes:
+    """The packet that comes with a descriptor of `num_bytes` of memory of a kind: the packet's first byte."""
+    return kind + _MEMORY.pack(number, num_bytes)
 
 
 def read_memory(body: bytes) -> tuple[int, int]:

@@ -23,7 +23,6 @@ from pdserve.base.ids import BlockId
 from pdserve.base.tasks import run_to_completion
 from pdserve.engine.kv_cache import KvCache, sleeping_event
 from pdserve.worker.config import GPU_LAYER_GROUPS
-from pdserve.worker.kv_bytes.device_offers import offers_on_gpu
 from pdserve.worker.kv_bytes.digest_keys import LAUNCHING, DigestKeys
 from pdserve.worker.kv_bytes.stage import Stage, stage_bytes
 
@@ -112,11 +111,11 @@ class DeviceCopies:
                 self._move(self._unpack, [bundle], [0], spec)
 
 
-def device_block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
+def device_block_memory(kv_cache: KvCache, staging_bytes: int, offers: OfferedMemory | None = None) -> BlockMemory:
     """Block memory whose stage is on the GPU that computes. Raises `SetupError` when that stage cannot be allocated."""
     stage = device_stage(kv_cache, stage_bytes(kv_cache.layout, staging_bytes))
     DeviceCopies(kv_cache, stage).warm_up()
-    return staged_on_device(kv_cache, stage, offers=offers_on_gpu(kv_cache))
+    return staged_on_device(kv_cache, stage, offers=offers)
 
 
 def staged_on_device(

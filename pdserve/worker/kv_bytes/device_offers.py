@@ -8,7 +8,7 @@ receiver's own event says when it has read them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -17,92 +17,152 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.reference.blocks import KEY_BYTES
+from kernels.reference.blocks import KEY_BYTES, WORD_BYTES
 from kernels.triton import blocks as kernels
 from kvtransfer.handover.digest import DIGEST_BYTES, MessageDigest
-from kvtransfer.handover.layer_groups import LayerGroups, span_of
-from kvtransfer.handover.memory import Bundle, Digests, MessageSpec
+from kvtransfer.handover.layer_groups import span_of
+from kvtransfer.handover.memory import Bundle, MessageSpec, OfferSource
 from kvtransfer.transport import Buffer
 from kvtransfer.transport.local.offer import MAX_BLOCKS
+from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.device_event import HostVisibleEvent
 from pdserve.base.errors import TransferError
 from pdserve.base.gpu_memory import GpuBytes
 from pdserve.base.ids import BlockId
 from pdserve.base.shared_memory import ShareableMemory
 from pdserve.base.tasks import run_to_completion
-from pdserve.engine.gpu_identity import gpu_identity
 from pdserve.engine.kv_cache import KvCache
 from pdserve.worker.config import GPU_LAYER_GROUPS
-from pdserve.worker.kv_bytes.device_launches import DeviceLaunches, EventWatch, Slot
+from pdserve.worker.kv_bytes.device_launches import DeviceLaunches, EventWatch, Launch, Slot
 from pdserve.worker.kv_bytes.digest_keys import LAUNCHING, DigestKeys, TransferKeys
 
 Starts = npt.NDArray[np.int64]
 
 #: Bytes of one offer. With fewer, more time goes to launches and messages; with more, other transfers wait longer.
 _RUN_BYTES = 256 << 20
+#: Layers of a block begin at multiples of so many bytes.
+_ALIGNMENT = 16
 #: Maximum number of transfers whose keys are kept, and of the keys' bytes. A key is as large as a block's slice.
 _KEPT_KEYS, _KEPT_KEY_BYTES = 256, 128 << 20
 
 
-class DeviceOffers:
-    """Implements `OfferedMemory`."""
+class _PreparedInCache:
+    """Implements `PreparedBlocks` where the blocks are."""
+
+    def __init__(self, offers: DeviceOffers, bundles: Sequence[Bundle], spec: MessageSpec) -> None:
+        self.starts = offers.starts(bundles, spec)
+        self._offers = offers
+        self._bundles = bundles
+        self._spec = spec
+
+    async def digests(self) -> Launch:
+        return await self._offers.digest(self._bundles, self._spec)
+
+    def release(self) -> None:
+        pass
+
+
+class _InCache:
+    """Implements `OfferSource` with the cache itself."""
 
     run_bytes = (_RUN_BYTES, _RUN_BYTES)
+    is_bounded = False
+
+    def __init__(self, offers: DeviceOffers, shared: ShareableMemory) -> None:
+        self.shared = shared
+        self._offers = offers
+
+    async def open(self) -> None:
+        pass
+
+    async def prepare(self, bundles: Sequence[Bundle], spec: MessageSpec) -> _PreparedInCache:
+        await self._offers.computed(spec)
+        return _PreparedInCache(self._offers, bundles, spec)
+
+
+class DeviceOffers:
+    """Implements `OfferedMemory`, and makes the launches of its sources."""
 
     def __init__(self, cache: KvCache, gpu: str) -> None:
         """`gpu`: UUID of the cache's GPU."""
-        self.gpu = gpu
+        self.device = cache.tensor.device
+        self.layout = cache.layout
+        self._gpu = gpu
         self._cache = cache
-        self._device = cache.tensor.device
         key_bytes = cache.layout.block_bytes // min(GPU_LAYER_GROUPS, cache.layout.num_layers)
-        self._keys = DigestKeys(self._device, min(_KEPT_KEYS, max(1, _KEPT_KEY_BYTES // key_bytes)))
-        self._launches = DeviceLaunches(self._device, "kv-launches")
-        self._steps = EventWatch(self._device, "kv-steps")
+        self._keys = DigestKeys(self.device, min(_KEPT_KEYS, max(1, _KEPT_KEY_BYTES // key_bytes)))
+        self._launches = DeviceLaunches(self.device, "kv-launches")
+        self._steps = EventWatch(self.device, "kv-steps")
+        self._in_cache = None if cache.shared is None else _InCache(self, cache.shared)
+        #: For workers that cannot read this GPU.
+        self.staged: OfferSource | None = None
+        #: Whether the kernel of `scatter` is compiled, too.
+        self.scatters = False
         #: Layers of messages whose kernels are compiled.
         self._compiled: set[tuple[int, int]] = set()
 
     @property
-    def shared(self) -> ShareableMemory | None:
-        return self._cache.shared
+    def memories(self) -> Sequence[ShareableMemory]:
+        return [source.shared for source in (self._in_cache, self.staged) if source is not None]
+
+    def source_for(self, end: DataEndpoint) -> OfferSource | None:
+        if self._in_cache is not None and end.can_read(self._gpu):
+            return self._in_cache
+        return self.staged if end.pins_host_memory else None
 
     def block_bytes(self, spec: MessageSpec) -> int:
         return self._slice_bytes(spec.layers)
 
     def starts(self, bundles: Sequence[Bundle], spec: MessageSpec) -> Starts:
-        starts: Starts = _ids_of(bundles) * self._cache.layout.block_bytes + self._span(spec.layers).start
+        """Where the blocks of messages begin in the cache: int64 [blocks]."""
+        starts: Starts = _ids_of(bundles) * self.layout.block_bytes + self._span(spec.layers).start
         return starts
 
     async def computed(self, spec: MessageSpec) -> None:
+        """Returns when the blocks hold the layers: after `spec.after`."""
         if spec.after is not None:
             assert isinstance(spec.after, HostVisibleEvent)
             await self._steps.occurred(spec.after)
 
-    async def digests(self, bundles: Sequence[Bundle], spec: MessageSpec) -> Digests:
+    async def digest(self, bundles: Sequence[Bundle], spec: MessageSpec) -> Launch:
+        """Launches what finds the digests of messages."""
         launching = await self._launching(bundles, spec)
         return await self._launches.launch(launching.digest, partial(launching.digests_of, digest=spec.digest))
 
-    async def pull(self, source: Buffer, starts: Starts, bundles: Sequence[Bundle], spec: MessageSpec) -> list[bytes]:
-        ids, rest = np.divmod(starts - self._span(spec.layers).start, self._cache.layout.block_bytes)
-        if rest.any():
-            raise TransferError("What was offered does not lie where this layout has blocks.")
+    async def scatter(self, target: Buffer, starts: Starts, bundles: Sequence[Bundle], spec: MessageSpec) -> Launch:
+        """Launches a copy of messages to memory that the GPU writes to, which finds their digests, too."""
         launching = await self._launching(bundles, spec)
-        gather = partial(launching.gather, self._cache_in(source), ids)
+        scatter = partial(launching.scatter, _as_words(target, self.device), starts)
+        return await self._launches.launch(scatter, partial(launching.digests_of, digest=spec.digest))
+
+    async def pull(self, source: Buffer, starts: Starts, bundles: Sequence[Bundle], spec: MessageSpec) -> list[bytes]:
+        if (starts % _ALIGNMENT).any():
+            raise TransferError("What was offered does not lie where this layout has layers.")
+        launching = await self._launching(bundles, spec)
+        gather = partial(launching.gather, _as_words(source, self.device), starts)
         launch = await self._launches.launch(gather, partial(launching.digests_of, digest=spec.digest))
         return await run_to_completion(launch.found())
 
     def compile(self, messages: Sequence[slice]) -> None:
         """Compiles the kernels for messages of these layers, with a block of its own. Takes seconds. On any thread."""
-        on_gpu = self._device.type == "cuda"
-        stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
+        on_gpu = self.device.type == "cuda"
+        stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         with LAUNCHING, nullcontext() if stream is None else torch.cuda.stream(stream):
-            scratch = torch.zeros_like(self._cache.tensor[:1])
-            keys, slot = TransferKeys(bytes(KEY_BYTES), self._device), Slot(self._device)
+            block, other = (torch.zeros_like(self._cache.tensor[:1]) for _ in range(2))
+            words, keys = other.view(-1).view(torch.uint8), TransferKeys(bytes(KEY_BYTES), self.device)
+            slot = Slot(self.device)
             for layers in messages:
                 largest = min(MAX_BLOCKS, _RUN_BYTES // self._slice_bytes(layers))
                 is_other = largest * self._slice_bytes(layers) >= kernels.LARGE_BYTES
                 for count in (1, 2, *([largest] if is_other else [])):
-                    launching = _Launching(scratch, [[BlockId(0)] * count], layers, keys)
-                    for launch in (launching.digest, partial(launching.gather, scratch, launching.ids)):
+                    launching = _Launching(block, [[BlockId(0)] * count], layers, keys)
+                    launches: list[Callable[[Slot], int]] = [
+                        launching.digest,
+                        partial(launching.gather, words, launching.ids),
+                    ]
+                    if self.scatters:
+                        launches.append(partial(launching.scatter, words, launching.ids))
+                    for launch in launches:
                         launch(slot)
                         if stream is not None:
                             stream.synchronize()  # Before the slot is used again.
@@ -118,15 +178,7 @@ class DeviceOffers:
         return int(span.stop - span.start)
 
     def _span(self, layers: slice) -> slice:
-        layout = self._cache.layout
-        return span_of(layers, layout.only_group.num_layers, layout.block_bytes)
-
-    def _cache_in(self, source: Buffer) -> Tensor:
-        """Another process's cache, as a tensor of its blocks: [blocks, ...]."""
-        own, memory = self._cache.tensor, _as_tensor(source, self._device)
-        num_blocks = len(memory) // self._cache.layout.block_bytes
-        blocks = memory[: num_blocks * self._cache.layout.block_bytes].view(own.dtype)
-        return blocks.view(num_blocks, *own.shape[1:])
+        return span_of(layers, self.layout.only_group.num_layers, self.layout.block_bytes)
 
 
 class _Launching:
@@ -147,11 +199,18 @@ class _Launching:
         kernels.digest(kernels.Blocks(self.cache, ids), keys, sums, layers=self.layers)
         return len(sums)
 
-    def gather(self, source: Tensor, source_ids: Starts, slot: Slot) -> int:
-        """`source`: another cache, of which the blocks are copied."""
-        sums, [ids, ids_there] = self._prepared(slot, self.ids, source_ids)
-        here, there = kernels.Blocks(self.cache, ids), kernels.Blocks(source, ids_there)
-        kernels.gather(there, here, self.keys.on_device(self.packed_bytes), sums, layers=self.layers)
+    def gather(self, source: Tensor, starts: Starts, slot: Slot) -> int:
+        """Copies the blocks' bytes from `starts` in other memory, uint8."""
+        sums, [ids, words] = self._prepared(slot, self.ids, starts // WORD_BYTES)
+        blocks, keys = kernels.Blocks(self.cache, ids), self.keys.on_device(self.packed_bytes)
+        kernels.gather(kernels.Slices(source, words), blocks, keys, sums, layers=self.layers)
+        return len(sums)
+
+    def scatter(self, target: Tensor, starts: Starts, slot: Slot) -> int:
+        """Copies the blocks' bytes to `starts` in other memory, uint8."""
+        sums, [ids, words] = self._prepared(slot, self.ids, starts // WORD_BYTES)
+        blocks, keys = kernels.Blocks(self.cache, ids), self.keys.on_device(self.packed_bytes)
+        kernels.scatter(blocks, kernels.Slices(target, words), keys, sums, layers=self.layers)
         return len(sums)
 
     def digests_of(self, sums: Tensor, digest: MessageDigest) -> list[bytes]:
@@ -179,22 +238,13 @@ def _ids_of(bundles: Sequence[Bundle]) -> Starts:
     return np.fromiter((block_id for bundle in bundles for block_id in bundle), np.int64)
 
 
-def _as_tensor(memory: object, own: torch.device) -> Tensor:
-    """Memory that a device reads, as a tensor on the device that has it: on another one, torch would copy it."""
+def _as_words(memory: Buffer, own: torch.device) -> Tensor:
+    """Whole words of memory that a device reads, uint8, on the device that has it: torch would copy it to another."""
+    words: object = memory[: len(memory) // WORD_BYTES * WORD_BYTES]
     if own.type == "cpu":
-        return torch.as_tensor(memory)
-    if not isinstance(memory, GpuBytes):
+        return torch.as_tensor(words)
+    if not isinstance(words, GpuBytes):
         raise TransferError("Host memory was offered to a worker on a GPU.")
-    tensor = torch.as_tensor(memory, device=torch.device("cuda", memory.device))
-    assert tensor.data_ptr() == memory.address
+    tensor = torch.as_tensor(words, device=torch.device("cuda", words.device))
+    assert tensor.data_ptr() == words.address
     return tensor
-
-
-def offers_on_gpu(cache: KvCache) -> DeviceOffers | None:
-    """The blocks of a cache on a GPU for processes of this host, ready for use; None: it is not shared."""
-    if cache.shared is None:
-        return None
-    offers = DeviceOffers(cache, gpu_identity(cache.tensor.device).uuid)
-    num_layers = cache.layout.num_layers
-    offers.compile(LayerGroups.of(cache.layout, min(GPU_LAYER_GROUPS, num_layers)).layers)
-    return offers

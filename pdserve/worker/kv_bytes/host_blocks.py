@@ -54,9 +54,13 @@ def _all_blocks(bundles: Sequence[Bundle]) -> list[BlockId]:
     return [block_id for bundle in bundles for block_id in bundle]
 
 
-def block_memory(kv_cache: KvCache, staging_bytes: int, *, is_on_device: bool = False) -> BlockMemory:
-    """The cache as transports see it. `is_on_device`: its stage is in the memory of the GPU, too.
+def block_memory(
+    kv_cache: KvCache, staging_bytes: int, *, is_on_device: bool = False, is_shared: bool = False
+) -> BlockMemory:
+    """The cache as transports see it.
 
+    `is_on_device`: its stage is in the memory of the GPU, too. `is_shared`: processes of the host copy blocks from each
+    other, where they can.
     Raises `SetupError` when the stage is too small or cannot be allocated.
     """
     if kv_cache.memory is not None:
@@ -64,12 +68,12 @@ def block_memory(kv_cache: KvCache, staging_bytes: int, *, is_on_device: bool = 
         return in_place(kv_cache.memory, kv_cache.layout, kv_cache.shared)
     # Imported on use: Triton takes a second.
     from pdserve.worker.kv_bytes.device_blocks import device_block_memory
-    from pdserve.worker.kv_bytes.device_offers import offers_on_gpu
+    from pdserve.worker.kv_bytes.staged_offers import offers_on_gpu
 
+    offers = offers_on_gpu(kv_cache) if is_shared else None
     if is_on_device:
-        return device_block_memory(kv_cache, staging_bytes)
-
-    return staged(kv_cache, pinned_stage(kv_cache.layout, staging_bytes), offers=offers_on_gpu(kv_cache))
+        return device_block_memory(kv_cache, staging_bytes, offers)
+    return staged(kv_cache, pinned_stage(kv_cache.layout, staging_bytes), offers=offers)
 
 
 def in_place(memory: Buffer, layout: KvLayout, shared: SharedMemory | None) -> InPlaceMemory:
@@ -77,10 +81,11 @@ def in_place(memory: Buffer, layout: KvLayout, shared: SharedMemory | None) -> I
     return InPlaceMemory(memory, layout, HostOffers(memory, layout, shared))
 
 
-def share_blocks(kv_cache: KvCache, transport: Transport) -> None:
-    """Lets processes of this host read the blocks, where both cache and transport can do that."""
-    if isinstance(transport, LocalTransports) and kv_cache.shared is not None:
-        transport.share(kv_cache.shared)
+def share_blocks(memory: BlockMemory, transport: Transport) -> None:
+    """Lets processes of this host copy the blocks, where both memory and transport can do that."""
+    if isinstance(transport, LocalTransports) and memory.offers is not None:
+        for each in memory.offers.memories:
+            transport.share(each)
 
 
 def staged(

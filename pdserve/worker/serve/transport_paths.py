@@ -46,10 +46,12 @@ class TransportPaths:
         *,
         device_memory: bool,
         gpu: GpuIdentity = NO_GPU,
+        pins_host_memory: bool = False,
     ) -> None:
-        """`device_memory`: as in `DataEndpoint`. `gpu`: that which has the blocks."""
+        """`device_memory`: as in `DataEndpoint`. `gpu`: that which has the blocks, and which `pins_host_memory`."""
         self._transport = transport
         self._gpu = gpu
+        self._pins_host_memory = pins_host_memory
         self._metrics = metrics
         self._device_memory = device_memory
         self._own: DataEndpoint | None = None
@@ -68,6 +70,7 @@ class TransportPaths:
                 local=self._transport.local_address if isinstance(self._transport, LocalTransports) else None,
                 gpu=self._gpu.uuid,
                 readable_gpus=self._gpu.readable,
+                pins_host_memory=self._pins_host_memory and bool(self._gpu.uuid),
             )
         return self._own
 

@@ -144,15 +144,17 @@ class Worker:
     def __post_init__(self) -> None:
         self.steps = StepMetrics(self.metrics)
         model, staging_bytes = self.model, self.config.staging_memory
-        is_on_device = self.config.handover_memory == "device"
-        gpu = gpu_identity(model.kv_cache.tensor.device)
-        self.paths = TransportPaths(self.transport, self.metrics, device_memory=is_on_device, gpu=gpu)
+        is_on_device, is_shared = self.config.handover_memory == "device", self.config.uses_local_sockets
         self.numerics_class = str(numerics_class(self.config, model.kernels, model.layout.dtype))
         if model.rank_group is not None:
             self.blocks = model.rank_group.block_memory(model.layout, model.kv_cache, staging_bytes)
         else:
-            self.blocks = block_memory(model.kv_cache, staging_bytes, is_on_device=is_on_device)
-        share_blocks(model.kv_cache, self.transport)
+            self.blocks = block_memory(model.kv_cache, staging_bytes, is_on_device=is_on_device, is_shared=is_shared)
+        share_blocks(self.blocks, self.transport)
+        gpu, pins = gpu_identity(model.kv_cache.tensor.device), self.blocks.offers is not None
+        self.paths = TransportPaths(
+            self.transport, self.metrics, device_memory=is_on_device, gpu=gpu, pins_host_memory=pins
+        )
 
     @property
     def seal_name(self) -> bytes:

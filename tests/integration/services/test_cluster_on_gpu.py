@@ -1,4 +1,4 @@
-"""A cluster of processes on one GPU: blocks go from cache to cache by default, also when workers were killed."""
+"""A cluster of processes on GPUs: blocks go from cache to cache, or through host memory, also behind a kill."""
 
 from __future__ import annotations
 
@@ -65,10 +65,21 @@ def paths(cluster: Cluster) -> dict[str, int]:
     return prefill.transport.paths
 
 
-def test_blocks_go_from_cache_to_cache_also_behind_a_kill_of_either_worker(tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [
+        "local",
+        pytest.param("local_staged", marks=pytest.mark.skipif(not SIMULATED, reason="needs GPUs that are apart")),
+    ],
+)
+def test_blocks_are_handed_over_within_the_host_also_behind_a_kill_of_either_worker(
+    tmp_path: Path, model: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "local_staged":
+        monkeypatch.setenv("PDSERVE_TEST_GPU_OF_ITS_OWN", "1")
     with running_cluster(tmp_path, *FLAGS, model=model) as cluster:
         expected = answer(cluster, model)
-        cluster.until(lambda: paths(cluster) == {"local": 1}, "the path is known")
+        cluster.until(lambda: paths(cluster) == {path: 1}, "the path is known")
         for name in ("decode-0", "prefill-0"):
             [before] = cluster.workers(name.partition("-")[0])
             cluster.kill(name)
@@ -79,4 +90,4 @@ def test_blocks_go_from_cache_to_cache_also_behind_a_kill_of_either_worker(tmp_p
                 f"{name} is back",
             )
             assert answer(cluster, model) == expected
-            cluster.until(lambda: paths(cluster) == {"local": 1}, "the path is known again")
+            cluster.until(lambda: paths(cluster) == {path: 1}, "the path is known again")

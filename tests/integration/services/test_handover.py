@@ -105,7 +105,7 @@ def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     """
     stages: list[StagedMemory] = []
 
-    def block_memory(kv_cache: KvCache, staging_bytes: int, *, is_on_device: bool) -> StagedMemory:
+    def block_memory(kv_cache: KvCache, staging_bytes: int, *, is_on_device: bool, is_shared: bool) -> StagedMemory:
         memory = torch.zeros(12 * kv_cache.layout.block_bytes, dtype=torch.uint8)
         if request.param == "host":
             stages.append(worker_blocks.staged(kv_cache, memory, bundle_blocks=4))

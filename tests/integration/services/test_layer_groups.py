@@ -347,7 +347,7 @@ async def test_groups_pass_through_stages_that_hold_fewer_blocks_than_a_prompt(
     stages: list[StagedMemory] = []
     num_slots = iter([13, 3])  # The stage of the decode worker is made first.
 
-    def block_memory(kv_cache: Any, staging_bytes: int, *, is_on_device: bool) -> StagedMemory:
+    def block_memory(kv_cache: Any, staging_bytes: int, *, is_on_device: bool, is_shared: bool) -> StagedMemory:
         stage = torch.zeros(next(num_slots) * kv_cache.layout.block_bytes, dtype=torch.uint8)
         stages.append(worker_blocks.staged(kv_cache, stage, bundle_blocks=1))
         return stages[-1]

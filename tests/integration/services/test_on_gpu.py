@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.handover import DEVICE as IN_GPU_MEMORY
-from benchmarks.gpu.handover import HOST, LOCAL, Case, measure
+from benchmarks.gpu.handover import HOST, LOCAL, PINNED, Case, measure
 from pdserve.base.layout import KvLayout
 from tests.integration.services.local_cluster import LocalCluster, running_cluster
 from tests.support import depth
@@ -115,7 +115,9 @@ LAYOUT = KvLayout.uniform(model="m", dtype="bfloat16", num_kv_heads=2, **SIZES)
             marks=[*gpu_only, pytest.mark.skipif(SIMULATED and not depth.IS_FULL, reason="takes 30 s there")],
         ),
         pytest.param("cuda", LOCAL, {}, marks=gpu_only),
+        pytest.param("cuda", PINNED, {}, marks=gpu_only),
         pytest.param("cuda:0", LOCAL, {"peer_device": "cuda:1"}, marks=two_gpus),
+        pytest.param("cuda:0", PINNED, {"peer_device": "cuda:1"}, marks=two_gpus),
         pytest.param("cuda:0", IN_GPU_MEMORY, {"transport": "nccl", "peer_device": "cuda:1"}, marks=two_gpus),
     ],
 )

@@ -134,7 +134,8 @@ def _let_torch_report() -> None:
         minor=0,
         multi_processor_count=132,
         total_memory=Memory.total_bytes,
-        uuid="GPU-simulated",
+        # PDSERVE_TEST_GPU_OF_ITS_OWN: as if each process had another GPU.
+        uuid=f"GPU-{os.getpid()}" if "PDSERVE_TEST_GPU_OF_ITS_OWN" in os.environ else "GPU-simulated",
     )
     cuda.mem_get_info = lambda device=None: (Memory.total_bytes - Memory.allocated, Memory.total_bytes)
     cuda.memory_allocated = lambda device=None: Memory.allocated

@@ -65,6 +65,15 @@ class Driver:
         # Where something still has a view, the mapping stays. An access to it ends the process, as on a GPU.
         assert _libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _PROT_NONE) == 0
 
+    def pin(self, device: int, address: int, num_bytes: int, *, is_read_only: bool) -> int:
+        if address in self.mapped:
+            raise CudaError("cuMemHostRegister_v2: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED (712)")
+        self.mapped[address] = np.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), np.uint8)
+        return address
+
+    def unpin(self, device: int, address: int) -> None:
+        del self.mapped[address]
+
     def tensor_of(self, buffer: GpuBytes) -> DeviceTensor:
         """Mapped memory as a tensor of bytes on the device, which keeps the buffer."""
         address, num_bytes = buffer.address, buffer.nbytes

@@ -39,8 +39,11 @@ enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201,
 enum { GRANULARITY = 1 << 16, MAX_BYTES = 1 << 24, DEVICE = 1 };
 
 /* What tests set and look at. */
-int refuses_reading_only, exports_descriptors = 1;
+int refuses_reading_only, exports_descriptors = 1, refuses_pins;
 int live_handles, live_ranges, live_mappings, contexts;
+/* Of the last pin: its flags; and where memory is pinned. */
+int pin_flags;
+static void *pinned;
 
 static int valid(CUmemLocation location) { return location.type == LOCATION_DEVICE && location.id == DEVICE; }
 
@@ -163,6 +166,30 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const CUmemAccessDesc 
   REQUIRE(access->flags == 3 || (access->flags == 1 && !refuses_reading_only), NOT_SUPPORTED);
   int rights = access->flags == 3 ? PROT_READ | PROT_WRITE : PROT_READ;
   return mprotect((void *)(uintptr_t)address, size, rights) ? INVALID_VALUE : SUCCESS;
+}
+
+CUresult cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Flags) {
+  REQUIRE(contexts && p && !pinned && bytesize % 4096 == 0, INVALID_VALUE);
+  REQUIRE(!refuses_pins && !(Flags & 8 && refuses_reading_only), NOT_SUPPORTED);
+  pin_flags = (int)Flags;
+  pinned = p;
+  live_mappings++;
+  return SUCCESS;
+}
+
+CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *pdptr, void *p, unsigned int Flags) {
+  REQUIRE(contexts && p == pinned && Flags == 0, INVALID_VALUE);
+  *pdptr = (CUdeviceptr)(uintptr_t)p;
+  return SUCCESS;
+}
+
+CUresult cuMemHostUnregister(void *p) {
+  unsigned char page;
+  /* The memory is still mapped. */
+  REQUIRE(contexts && p == pinned && !mincore(p, 1, &page), INVALID_VALUE);
+  pinned = NULL;
+  live_mappings--;
+  return SUCCESS;
 }
 
 CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr address) {

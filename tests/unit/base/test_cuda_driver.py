@@ -15,6 +15,8 @@ import pytest
 from pdserve.base import cuda_driver, gpu_memory
 from pdserve.base.cuda_driver import CudaDriver, CudaError
 from pdserve.base.gpu_memory import GpuMemory, map_to_read
+from pdserve.base.shared_memory import SharedMemory
+from pdserve.base.shared_memory import map_to_read as map_host_memory
 
 COMPILER = shutil.which("cc")
 DEVICE, GRANULARITY = 1, 1 << 16
@@ -104,6 +106,37 @@ def test_what_is_no_such_memory_is_refused_and_nothing_stays(cuda: FakeCuda) -> 
     with pytest.raises(OSError, match="cuMemImportFromShareableHandle"):
         map_to_read(DEVICE, 999, GRANULARITY)
     assert cuda.live == (0, 1, 1)
+
+
+@pytest.mark.parametrize("is_read_only", [True, False])
+def test_host_memory_is_pinned_until_its_last_use_and_is_still_mapped_then(cuda: FakeCuda, is_read_only: bool) -> None:
+    shared = SharedMemory(GRANULARITY, is_pinned=True)
+    shared.bytes[:] = 7
+    memory = map_host_memory(shared.file, GRANULARITY) if is_read_only else shared.bytes
+    pinned = gpu_memory.pinned(DEVICE, memory, is_read_only=is_read_only)
+    assert cuda.live == (0, 0, 1)
+    assert cuda.number("pin_flags") == (2 | 8 if is_read_only else 2)
+    assert address_of(pinned) == memory.ctypes.data
+    inner = pinned[10:20]
+    del memory, pinned, shared
+    gc.collect()
+    assert cuda.live == (0, 0, 1)
+    assert read(address_of(inner), 10) == bytes([7] * 10)
+
+
+def test_host_memory_is_pinned_by_a_device_that_does_not_know_memory_to_be_read_only(cuda: FakeCuda) -> None:
+    shared = SharedMemory(GRANULARITY, is_pinned=True)
+    cuda.set("refuses_reading_only", 1)
+    pinned = gpu_memory.pinned(DEVICE, map_host_memory(shared.file, GRANULARITY), is_read_only=True)
+    assert len(pinned) == GRANULARITY
+    assert cuda.number("pin_flags") == 2
+
+
+def test_host_memory_that_cannot_be_pinned_is_refused(cuda: FakeCuda) -> None:
+    cuda.set("refuses_pins", 1)
+    with pytest.raises(OSError, match="cuMemHostRegister_v2"):
+        gpu_memory.pinned(DEVICE, SharedMemory(GRANULARITY).bytes, is_read_only=False)
+    assert cuda.live == (0, 0, 0)
 
 
 def test_more_than_the_gpu_has_is_refused(cuda: FakeCuda) -> None:

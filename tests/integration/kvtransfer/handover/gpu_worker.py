@@ -27,6 +27,7 @@ from kvtransfer.transport import LocalTransports, Transport, open_transport
 from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.ids import BlockId, RequestId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
+from pdserve.base.shared_memory import SharedMemory
 from pdserve.base.tasks import service_group
 from pdserve.engine.gpu_identity import gpu_identity
 from pdserve.engine.kv_cache import KvCache
@@ -35,6 +36,7 @@ from pdserve.v1 import decode_pb2
 from pdserve.worker.kv_bytes.device_blocks import staged_on_device
 from pdserve.worker.kv_bytes.device_offers import DeviceOffers
 from pdserve.worker.kv_bytes.host_blocks import share_blocks
+from pdserve.worker.kv_bytes.staged_offers import StagedOffers
 from tests.integration.kvtransfer.opening import socket_directory
 from tests.integration.kvtransfer.processes import CommandLine
 
@@ -51,21 +53,25 @@ _DEVICE = torch.device("cuda", 0)
 class GpuCache:
     """A cache on a GPU, whose blocks are offered within the host."""
 
-    def __init__(self, transport: Transport, seed: int) -> None:
+    def __init__(self, transport: Transport, seed: int, *, reads_gpu: bool = True) -> None:
+        """`reads_gpu`: False: it sees no other GPU than its own, which has another name."""
         self.cache = KvCache(LAYOUT, NUM_BLOCKS, _DEVICE, is_shared=True)
         self.cache.tensor.copy_(content(seed))
         torch.cuda.synchronize()
         stage = torch.zeros(2 * LAYOUT.block_bytes, dtype=torch.uint8, device=_DEVICE)
         gpu = gpu_identity(_DEVICE)
-        self.memory: StagedMemory = staged_on_device(self.cache, stage, 2, DeviceOffers(self.cache, gpu.uuid))
-        share_blocks(self.cache, transport)
+        offers = DeviceOffers(self.cache, gpu.uuid)
+        offers.staged = StagedOffers(offers, SharedMemory(3 * LAYOUT.block_bytes, is_pinned=True))
+        self.memory: StagedMemory = staged_on_device(self.cache, stage, 2, offers)
+        share_blocks(self.memory, transport)
         assert isinstance(transport, LocalTransports)
         self.endpoint = DataEndpoint(
             host=own_host_identity(),
             lanes=(),
             local=transport.local_address,
             gpu=gpu.uuid,
-            readable_gpus=gpu.readable,
+            readable_gpus=gpu.readable if reads_gpu else frozenset(),
+            pins_host_memory=True,
         )
 
     def holds(self, seed: int) -> bool:
@@ -130,11 +136,11 @@ async def prefill(commands: CommandLine) -> None:
 
 
 @asynccontextmanager
-async def decoding() -> AsyncIterator[tuple[GpuCache, Receiver]]:
-    """A decode worker."""
+async def decoding(*, reads_gpu: bool = True) -> AsyncIterator[tuple[GpuCache, Receiver]]:
+    """A decode worker. `reads_gpu`: as `GpuCache`."""
     transport = open_with_local()
     await transport.listen()
-    cache = GpuCache(transport, EMPTY)
+    cache = GpuCache(transport, EMPTY, reads_gpu=reads_gpu)
     identity = ReceiverIdentity(
         worker_id=WorkerId("d"),
         epoch=new_epoch(),
@@ -150,9 +156,9 @@ async def decoding() -> AsyncIterator[tuple[GpuCache, Receiver]]:
     await transport.close()
 
 
-async def decode(commands: CommandLine) -> None:
+async def decode(commands: CommandLine, *, reads_gpu: bool) -> None:
     """`grant` prints a ticket; `commit COMMIT` prints whether the blocks are right."""
-    async with decoding() as (cache, receiver):
+    async with decoding(reads_gpu=reads_gpu) as (cache, receiver):
         commands.answer("ready")
         while command := await commands.next():
             if command[0] == "grant":
@@ -164,5 +170,5 @@ async def decode(commands: CommandLine) -> None:
 
 
 async def main(commands: CommandLine, transport_name: str, role: str) -> None:
-    """Plays the role "prefill" or "decode"."""
-    await {"prefill": prefill, "decode": decode}[role](commands)
+    """Plays the role "prefill", "decode", or "decode apart", which does not read the other's GPU."""
+    await (prefill(commands) if role == "prefill" else decode(commands, reads_gpu=role == "decode"))

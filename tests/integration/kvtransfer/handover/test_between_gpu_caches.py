@@ -1,4 +1,7 @@
-"""Blocks go from cache to cache of two processes on a GPU. A SIGKILL leaves no mapping and no wrong byte."""
+"""Blocks go from cache to cache of two processes on a GPU, or through host memory that both have pinned.
+
+A SIGKILL leaves no mapping and no wrong byte.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ pytestmark = [*gpu_only, pytest.mark.parametrize("transport_name", ["on a GPU"])
 
 
 class Mappings:
-    """A GPU's driver, and what this process has mapped of others."""
+    """A GPU's driver, and what this process has mapped, or mapped and pinned, of others."""
 
     def __init__(self, driver: GpuDriver) -> None:
         self._driver = driver
@@ -60,16 +63,29 @@ class Mappings:
 
     def unmap(self, device: int, address: int, num_bytes: int) -> None:
         self._driver.unmap(device, address, num_bytes)
-        if address in self._addresses:  # Else it was this process's own.
-            self._addresses.remove(address)
-            with suppress(RuntimeError):  # The test has failed, and its loop is closed.
-                self._loop.call_soon_threadsafe(self._changed.set)
+        self._let_go(address)
+
+    def pin(self, device: int, address: int, num_bytes: int, *, is_read_only: bool) -> int:
+        pinned = self._driver.pin(device, address, num_bytes, is_read_only=is_read_only)
+        if is_read_only:  # Else it is this process's own.
+            self._addresses.add(address)
+        return pinned
+
+    def unpin(self, device: int, address: int) -> None:
+        self._driver.unpin(device, address)
+        self._let_go(address)
 
     async def none_left(self) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while self._addresses:
                 self._changed.clear()
                 await self._changed.wait()
+
+    def _let_go(self, address: int) -> None:
+        if address in self._addresses:  # Else it was this process's own.
+            self._addresses.remove(address)
+            with suppress(RuntimeError):  # The test has failed, and its loop is closed.
+                self._loop.call_soon_threadsafe(self._changed.set)
 
 
 @pytest.fixture
@@ -104,8 +120,14 @@ async def hand_over(worker: RemotePeer, ticket: Ticket, receiver: Receiver) -> N
     assert await worker.command("committed") == "finished"
 
 
-async def test_blocks_arrive_and_are_mapped_until_the_sender_has_gone(start: StartWorker, mappings: Mappings) -> None:
-    async with decoding() as (cache, receiver):
+either_way = pytest.mark.parametrize("reads_gpu", [True, False])
+
+
+@either_way
+async def test_blocks_arrive_and_are_mapped_until_the_sender_has_gone(
+    start: StartWorker, mappings: Mappings, reads_gpu: bool
+) -> None:
+    async with decoding(reads_gpu=reads_gpu) as (cache, receiver):
         worker = await start("prefill")
         await hand_over(worker, await receiver.grant(reservation(), attempt=1), receiver)
         assert cache.holds(FILLED)
@@ -114,9 +136,10 @@ async def test_blocks_arrive_and_are_mapped_until_the_sender_has_gone(start: Sta
         await mappings.none_left()
 
 
+@either_way
 @pytest.mark.parametrize("point", ["opened", "first group", "in a copy", "all groups", "commit sent"])
 async def test_after_a_kill_of_a_prefill_worker_another_one_fills_the_blocks(
-    start: StartWorker, mappings: Mappings, point: str, monkeypatch: pytest.MonkeyPatch
+    start: StartWorker, mappings: Mappings, point: str, reads_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_copying, may_end = asyncio.Event(), asyncio.Event()
     wait_for = DeviceLaunches.wait_for
@@ -126,7 +149,7 @@ async def test_after_a_kill_of_a_prefill_worker_another_one_fills_the_blocks(
         await may_end.wait()
         return await wait_for(self, launch)
 
-    async with decoding() as (cache, receiver):
+    async with decoding(reads_gpu=reads_gpu) as (cache, receiver):
         victim, other = await start("prefill"), await start("prefill")
         ticket = await receiver.grant(reservation(), attempt=1)
         await opened(victim, ticket)
@@ -159,11 +182,12 @@ async def test_after_a_kill_of_a_prefill_worker_another_one_fills_the_blocks(
         assert cache.holds(FILLED)
 
 
+@pytest.mark.parametrize("role", ["decode", "decode apart"])
 @pytest.mark.parametrize("num_groups", range(LAYER_GROUPS + 1))
 async def test_after_a_kill_of_a_decode_worker_nothing_reads_the_blocks_and_others_are_served(
-    start: StartWorker, mappings: Mappings, num_groups: int
+    start: StartWorker, mappings: Mappings, role: str, num_groups: int
 ) -> None:
-    victim, other = await start("decode"), await start("decode")
+    victim, other = await start(role), await start(role)
     transport = open_with_local()
     sender = Sender(transport=transport, memory=GpuCache(transport, FILLED).memory, layout=LAYOUT)
 

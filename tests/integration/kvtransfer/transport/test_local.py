@@ -26,7 +26,8 @@ from kvtransfer.transport.local.exchange import LocalExchange
 from kvtransfer.transport.local.socket_directory import SocketDirectory
 from kvtransfer.transport.path import DataEndpoint
 from kvtransfer.transport.with_local import WithLocal
-from pdserve.base import shared_memory
+from pdserve.base import gpu_memory, shared_memory
+from pdserve.base.cuda_driver import CudaError
 from pdserve.base.errors import PeerLost, SetupError
 from pdserve.base.shared_memory import SharedMemory, map_to_read
 from pdserve.peers.host_identity import own_host_identity
@@ -52,12 +53,12 @@ def directory(short_path: Path) -> SocketDirectory:
 
 
 @pytest.fixture
-async def start(directory: SocketDirectory) -> AsyncIterator[Callable[[], LocalExchange]]:
-    """Opens exchanges; closes them at the end."""
+async def start(directory: SocketDirectory) -> AsyncIterator[Callable[..., LocalExchange]]:
+    """Opens exchanges, whose GPU has the given number; closes them at the end."""
     opened: list[LocalExchange] = []
 
-    def start() -> LocalExchange:
-        opened.append(LocalExchange(directory))
+    def start(gpu: int | None = None) -> LocalExchange:
+        opened.append(LocalExchange(directory, gpu))
         return opened[-1]
 
     yield start
@@ -166,7 +167,7 @@ async def test_a_process_that_closes_unmaps_on_its_thread(start: Callable[[], Lo
     weakref.finalize(mapped, lambda: threads.append(threading.current_thread().name))
     del mapped
     await receiver.close()
-    assert threads == ["kv-unmaps_0"]
+    assert threads == ["kv-mappings_0"]
 
 
 async def test_offers_without_an_inbox_end_at_once(start: Callable[[], LocalExchange]) -> None:
@@ -242,7 +243,7 @@ async def test_a_sender_of_nonsense_is_cut_off_and_no_other_one(
     inbox, loop = CopyingInbox(receiver.expect), asyncio.get_running_loop()
     with directory.connect(receiver.address) as raw:
         raw.send(packets.hello(receiver.address.token, 1))
-        socket.send_fds(raw, [packets.memory(0, SIZE, is_on_gpu=False)], [memory.file])
+        socket.send_fds(raw, [packets.memory(0, SIZE)], [memory.file])
         async with asyncio.timeout(DEADLINE_S):
             assert await loop.sock_recv(raw, 9) == packets.WELCOME
             raw.send(packet)
@@ -263,9 +264,9 @@ async def test_an_offer_of_another_release_is_refused_before_it_is_made(
             assert await asyncio.get_running_loop().sock_recv(raw, 9) == b""
 
 
-@pytest.mark.parametrize("is_on_gpu", [False, True])
+@pytest.mark.parametrize("kind", [packets.MEMORY, packets.GPU_MEMORY])
 async def test_memory_that_could_shrink_or_that_is_a_gpus_is_not_mapped(
-    start: Callable[[], LocalExchange], directory: SocketDirectory, is_on_gpu: bool
+    start: Callable[[], LocalExchange], directory: SocketDirectory, kind: bytes
 ) -> None:
     """A reader behind its end would get SIGBUS. This process has no GPU."""
     receiver = start()
@@ -279,11 +280,124 @@ async def test_memory_that_could_shrink_or_that_is_a_gpus_is_not_mapped(
         raw.send(packets.hello(receiver.address.token, 0))
         async with asyncio.timeout(DEADLINE_S):
             assert await loop.sock_recv(raw, 9) == packets.WELCOME
-            socket.send_fds(raw, [packets.memory(0, SIZE, is_on_gpu=is_on_gpu)], [file])
+            socket.send_fds(raw, [packets.memory(0, SIZE, kind)], [file])
             assert (await loop.sock_recv(raw, 99)).startswith(packets.REFUSED)
             assert await loop.sock_recv(raw, 9) == b""
     os.close(file)
     assert mapped_to_read() == 0
+
+
+class SlowGpu:
+    """Pins memory for a GPU once it may. Implements what is used of `GpuDriver`."""
+
+    def __init__(self) -> None:
+        self.may_pin = threading.Event()
+        self.error = ""
+        self.pinned: set[int] = set()
+
+    def pin(self, device: int, address: int, num_bytes: int, *, is_read_only: bool) -> int:
+        assert device == 3
+        assert is_read_only
+        self.may_pin.wait(DEADLINE_S)
+        if self.error:
+            raise CudaError(self.error)
+        self.pinned.add(address)
+        return address
+
+    def unpin(self, device: int, address: int) -> None:
+        self.pinned.remove(address)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SlowGpu:
+    found = SlowGpu()
+    monkeypatch.setattr(gpu_memory, "open_driver", lambda: found)
+    return found
+
+
+def staged() -> SharedMemory:
+    """Memory that GPUs access."""
+    return SharedMemory(SIZE, is_pinned=True)
+
+
+async def test_memory_for_a_gpu_is_pinned_on_a_thread_before_the_sender_is_welcome(
+    start: Callable[..., LocalExchange], gpu: SlowGpu
+) -> None:
+    sender, receiver, memory = start(), start(3), staged()
+    connecting = asyncio.create_task(sender.connect(receiver.listen(), memory))
+    await sender.connect(receiver.address)  # The event loop goes on meanwhile.
+    assert not connecting.done()
+    gpu.may_pin.set()
+    peer = await connecting
+    assert peer.is_staged
+    assert len(gpu.pinned) == 1
+    sender.disconnect(peer)
+    await until(lambda: not gpu.pinned)
+
+
+async def test_a_gpu_that_cannot_pin_memory_refuses_the_sender(
+    start: Callable[..., LocalExchange], gpu: SlowGpu
+) -> None:
+    sender, receiver = start(), start(3)
+    gpu.error = "cuMemHostRegister_v2: CUDA_ERROR_NOT_SUPPORTED (801)"
+    gpu.may_pin.set()
+    with pytest.raises(PeerLost, match="NOT_SUPPORTED"):
+        await sender.connect(receiver.listen(), staged())
+    await sender.connect(receiver.address)
+    await until(lambda: mapped_to_read() == 0)
+
+
+async def test_a_process_without_a_gpu_refuses_memory_for_one(start: Callable[..., LocalExchange]) -> None:
+    sender, receiver = start(), start()
+    with pytest.raises(PeerLost, match="this worker has none"):
+        await sender.connect(receiver.listen(), staged())
+
+
+@pytest.mark.parametrize("ends", ["sender", "receiver"])
+async def test_memory_that_is_being_pinned_when_its_connection_ends_is_let_go(
+    start: Callable[..., LocalExchange], gpu: SlowGpu, ends: str
+) -> None:
+    sender, receiver = start(), start(3)
+    connecting = asyncio.create_task(sender.connect(receiver.listen(), staged()))
+    await until(lambda: any(each._is_pinning for each in receiver._senders))
+    closing = asyncio.create_task({"sender": sender, "receiver": receiver}[ends].close())
+    with pytest.raises(PeerLost):
+        await connecting
+    gpu.may_pin.set()
+    await closing
+    await until(lambda: not gpu.pinned and mapped_to_read() == 0)
+
+
+@pytest.mark.parametrize("kind", [packets.MEMORY, packets.PINNED_MEMORY])
+async def test_memory_behind_memory_that_is_being_pinned_cuts_its_sender_off(
+    start: Callable[..., LocalExchange], directory: SocketDirectory, gpu: SlowGpu, kind: bytes
+) -> None:
+    receiver, memory = start(3), staged()
+    receiver.listen()
+    with directory.connect(receiver.address) as raw:
+        raw.send(packets.hello(receiver.address.token, 2))
+        for number, each in enumerate((packets.PINNED_MEMORY, kind)):
+            socket.send_fds(raw, [packets.memory(number, SIZE, each)], [memory.file])
+        async with asyncio.timeout(DEADLINE_S):
+            assert await asyncio.get_running_loop().sock_recv(raw, 9) == b""
+    gpu.may_pin.set()
+    await until(lambda: not gpu.pinned and mapped_to_read() == 0)
+
+
+async def test_memory_for_a_gpu_that_is_shown_later_cuts_its_sender_off(
+    start: Callable[..., LocalExchange], directory: SocketDirectory, gpu: SlowGpu
+) -> None:
+    """Its offers would wait until it is pinned."""
+    receiver, memory, loop = start(3), staged(), asyncio.get_running_loop()
+    receiver.listen()
+    gpu.may_pin.set()
+    with directory.connect(receiver.address) as raw:
+        raw.send(packets.hello(receiver.address.token, 0))
+        async with asyncio.timeout(DEADLINE_S):
+            assert await loop.sock_recv(raw, 9) == packets.WELCOME
+            socket.send_fds(raw, [packets.memory(0, SIZE, packets.PINNED_MEMORY)], [memory.file])
+            assert await loop.sock_recv(raw, 9) == b""
+    assert not gpu.pinned
 
 
 def test_readers_cannot_write_and_owners_cannot_shrink() -> None:

@@ -100,8 +100,11 @@ def test_blocks_are_gathered_from_another_cache_with_the_digests_of_packing(layo
     # Filled, with a margin: shows sums that are not written, or are written beyond the end.
     margin = torch.full((blocks.num_sums(target, len(ids), layers) + 1,), -7, device=DEVICE)
     here = blocks.Blocks(source, sources)
+    slices = reference.SliceLayout.of(source, layers, heads)
+    words = sources * slices.block_words + slices.first_word
+    memory = source.view(-1).view(torch.uint8)
 
-    blocks.gather(here, blocks.Blocks(target, targets), keys, margin[:-1], layers=layers)
+    blocks.gather(blocks.Slices(memory, words), blocks.Blocks(target, targets), keys, margin[:-1], layers=layers)
 
     assert margin[-1] == -7
     first_keys = reference.digest_keys(KEY, 0, torch.device("cpu"))
@@ -113,6 +116,40 @@ def test_blocks_are_gathered_from_another_cache_with_the_digests_of_packing(layo
     blocks.digest(here, keys, margin[:-1], layers=layers)
     assert torch.equal(margin, gathered)
     assert torch.equal(_bits(source), _bits(before))
+
+
+@pytest.mark.parametrize(("layout", "ids"), combinations(LAYOUTS, [[2, 0, 1], [1, 1]]))
+def test_blocks_are_gathered_from_where_they_were_scattered(layout: Layout, ids: list[int]) -> None:
+    shape, dtype, layers, _ = layout
+    heads = (0, shape[3])
+    source, block_ids = _cache(shape, dtype), torch.tensor(ids, device=DEVICE)
+    size = reference.SliceLayout.of(source, layers, heads).packed_bytes
+    keys = blocks.digest_keys(KEY, size, DEVICE)
+    packed = torch.empty(len(ids), size, dtype=torch.uint8, device=DEVICE)
+    digests = reference.pack(source, block_ids, packed, keys, layers=layers, heads=heads)
+    # Apart and in another order, in memory that shows what else is written.
+    starts = [(len(ids) - index) * (size + 32) for index in range(len(ids))]
+    memory = torch.full(((len(ids) + 2) * (size + 32),), 0xA5, dtype=torch.uint8, device=DEVICE)
+    there = blocks.Slices(memory, torch.tensor(starts, device=DEVICE) // 8)
+    expected = memory.clone()
+    for start, row in zip(starts, packed, strict=True):
+        expected[start : start + size] = row
+    sums = torch.full((blocks.num_sums(source, len(ids), layers),), -7, device=DEVICE)
+    before = source.clone()
+
+    blocks.scatter(blocks.Blocks(source, block_ids), there, keys, sums, layers=layers)
+
+    first_keys = reference.digest_keys(KEY, 0, torch.device("cpu"))
+    assert torch.equal(memory, expected)
+    assert torch.equal(_bits(source), _bits(before))
+    assert torch.equal(blocks.digests_of_sums(sums.cpu(), len(ids), first_keys, size), digests.cpu())
+
+    target, targets, gathered = torch.zeros_like(source), torch.arange(len(ids), device=DEVICE), torch.zeros_like(sums)
+    blocks.gather(there, blocks.Blocks(target, targets), keys, gathered, layers=layers)
+    assert torch.equal(gathered, sums)
+    area = slice(*layers)
+    assert torch.equal(_bits(target)[targets][:, area], _bits(source)[block_ids][:, area])
+    assert torch.equal(memory, expected)
 
 
 def test_no_blocks_give_no_digests() -> None:

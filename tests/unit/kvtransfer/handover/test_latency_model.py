@@ -2,18 +2,21 @@
 
 The protocol is the product's; launches, events, messages and copies are delays of a virtual clock. The costs are those
 of an H200: a launch from Python 40 us, an event until the event loop knows of it 60 us, a message between the processes
-80 us. A copy takes the time of its bytes, read and written at 4,273 GB/s.
+80 us. A copy takes the time of its bytes, read and written at 4,273 GB/s; to or from host memory, 50 GB/s.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+
+pytest.importorskip("triton")
 
 from kvtransfer.handover.memory import Bundle, Digests, MessageSpec
 from kvtransfer.handover.receiver import Receiver
@@ -27,6 +30,7 @@ from pdserve.base.ids import BlockId, RequestId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
 from pdserve.base.shared_memory import ShareableMemory
 from pdserve.base.tasks import service_group
+from pdserve.worker.kv_bytes.staged_offers import STAGE_BYTES, Frames, StagedOffers
 from tests.support.handover import Copies, Memory
 from tests.support.inproc_offers import InprocWithOffers
 from tests.support.machine import HOST
@@ -38,6 +42,8 @@ LAUNCH_S, EVENT_S, MESSAGE_S = 40e-6, 60e-6, 80e-6
 STEP_S = 7e-3
 #: Bytes copied per second: each is read and written.
 COPY_BYTES_PER_S = 4273e9 / 2
+#: The same between a GPU and the host.
+LINK_BYTES_PER_S = 50e9
 #: Blocks of 16 tokens of an 8B model.
 LAYOUT = KvLayout.uniform(model="m", dtype="bfloat16", block_size=16, num_layers=32, num_kv_heads=8, head_dim=128)
 LAYER_GROUPS = 4
@@ -60,22 +66,30 @@ class Busy:
 
 @dataclass
 class Modelled:
-    """Implements `OfferedMemory` for a worker whose launches and copies take their time."""
+    """Implements `OfferedMemory` and `OfferSource` for a worker whose launches and copies take their time."""
 
-    shared: ShareableMemory | None
+    shared: ShareableMemory
     loop: Busy = field(default_factory=Busy)
-    gpu: str = ""
     engine: Busy = field(default_factory=Busy)
     run_bytes: tuple[int, int] = (RUN_BYTES, RUN_BYTES)
+    is_bounded: bool = False
+
+    @property
+    def memories(self) -> list[ShareableMemory]:
+        return [self.shared]
+
+    def source_for(self, end: DataEndpoint) -> Modelled:
+        return self
+
+    async def open(self) -> None:
+        pass
 
     def block_bytes(self, spec: MessageSpec) -> int:
         return LAYOUT.block_bytes // LAYOUT.num_layers * (spec.layers.stop - spec.layers.start)
 
-    def starts(self, bundles: Sequence[Bundle], spec: MessageSpec) -> npt.NDArray[np.int64]:
-        return np.zeros(sum(map(len, bundles)), np.int64)
-
-    async def computed(self, spec: MessageSpec) -> None:
+    async def prepare(self, bundles: Sequence[Bundle], spec: MessageSpec) -> Prepared:
         await asyncio.sleep(EVENT_S)
+        return Prepared(self, bundles, spec)
 
     async def digests(self, bundles: Sequence[Bundle], spec: MessageSpec) -> Digests:
         await self.loop.use(LAUNCH_S)
@@ -93,6 +107,46 @@ class Modelled:
 
     def _copy_s(self, bundles: Sequence[Bundle], spec: MessageSpec) -> float:
         return sum(map(len, bundles)) * self.block_bytes(spec) / COPY_BYTES_PER_S
+
+
+@dataclass
+class ModelledStage(Modelled):
+    """Blocks pass through host memory. The engines are the links of both GPUs."""
+
+    run_bytes: tuple[int, int] = StagedOffers.run_bytes
+    is_bounded: bool = True
+    frames: Frames = field(default_factory=lambda: Frames(STAGE_BYTES // LAYOUT.block_bytes))
+
+    async def prepare(self, bundles: Sequence[Bundle], spec: MessageSpec) -> Prepared:
+        await asyncio.sleep(EVENT_S)
+        taken = await self.frames.take(-(-sum(map(len, bundles)) // LAYER_GROUPS))
+        await self.loop.use(LAUNCH_S)
+        await self.engine.use(self._copy_s(bundles, spec))
+        await asyncio.sleep(EVENT_S)
+        return Prepared(self, bundles, spec, partial(self.frames.give_back, taken))
+
+    async def digests(self, bundles: Sequence[Bundle], spec: MessageSpec) -> Digests:
+        return Found(asyncio.create_task(asyncio.sleep(0)), len(bundles))
+
+    def _copy_s(self, bundles: Sequence[Bundle], spec: MessageSpec) -> float:
+        return sum(map(len, bundles)) * self.block_bytes(spec) / LINK_BYTES_PER_S
+
+
+@dataclass
+class Prepared:
+    """Implements `PreparedBlocks`."""
+
+    memory: Modelled
+    bundles: Sequence[Bundle]
+    spec: MessageSpec
+    release: Callable[[], None] = lambda: None
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        return np.zeros(sum(map(len, self.bundles)), np.int64)
+
+    async def digests(self) -> Digests:
+        return await self.memory.digests(self.bundles, self.spec)
 
 
 @dataclass
@@ -143,11 +197,13 @@ class Times:
     exposed: tuple[float, ...]
 
 
-async def hand_over(num_transfers: int, num_bytes: int, *, is_computing: bool = False) -> Times:
+async def hand_over(
+    num_transfers: int, num_bytes: int, *, is_computing: bool = False, worker: type[Modelled] = Modelled
+) -> Times:
     """Hands prompts over, all at once. `is_computing`: their last layer group comes when the others have left."""
     num_blocks = num_bytes // LAYOUT.block_bytes
     memory = Memory(1, 1)
-    ends = [Modelled(memory.shared), Modelled(memory.shared)]
+    ends = [worker(memory.shared), worker(memory.shared)]
     stages = [
         StagedMemory(
             NeverUsed(memory, np.zeros(MIB, np.uint8)), np.zeros(32 * MIB, np.uint8), LAYOUT.block_bytes, 16, end
@@ -210,6 +266,16 @@ async def test_large_prompts_are_handed_over_at_the_speed_of_the_copy() -> None:
 async def test_one_large_prompt_is_handed_over_at_300_gb_a_second() -> None:
     times = await hand_over(1, 1024 * MIB)
     assert 1024 * MIB / times.total >= 300e9
+
+
+async def test_64_prompts_at_once_pass_through_host_memory_at_the_speed_of_the_links() -> None:
+    times = await hand_over(64, 128 * MIB, worker=ModelledStage)
+    assert times.total <= 1.3 * times.slowest
+
+
+async def test_one_large_prompt_passes_through_host_memory_at_20_gb_a_second() -> None:
+    times = await hand_over(1, 1024 * MIB, worker=ModelledStage)
+    assert 1024 * MIB / times.total >= 20e9
 
 
 async def test_less_than_a_millisecond_is_left_behind_the_last_layer_group() -> None:

@@ -42,6 +42,7 @@ ENDPOINT = DataEndpoint(
     excluded_paths=frozenset(("cma",)),
     gpu="GPU-1",
     readable_gpus=frozenset(("GPU-1", "GPU-2")),
+    pins_host_memory=True,
 )
 
 

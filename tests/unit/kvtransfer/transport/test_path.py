@@ -59,6 +59,7 @@ def test_the_expected_path_follows_from_hosts_and_libraries(own: DataEndpoint, p
 
 LOCAL = replace(HERE, local=LocalAddress(directory="d", name="a.sock", token=bytes(32)))
 ON_GPU = replace(LOCAL, gpu="GPU-1", readable_gpus=frozenset(("GPU-1", "GPU-2")))
+PINNING = replace(ON_GPU, pins_host_memory=True)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,13 @@ ON_GPU = replace(LOCAL, gpu="GPU-1", readable_gpus=frozenset(("GPU-1", "GPU-2"))
         (ON_GPU, LOCAL, "cma"),
         (LOCAL, ON_GPU, "cma"),
         (ON_GPU.with_host_memory(), ON_GPU.with_host_memory(), "local"),
+        (PINNING, PINNING, "local"),
+        (replace(PINNING, gpu="GPU-3"), PINNING, "local_staged"),
+        (replace(PINNING, gpu="GPU-3"), ON_GPU, "cma"),
+        (replace(ON_GPU, gpu="GPU-3"), PINNING, "cma"),
+        (replace(PINNING, gpu="GPU-3"), replace(PINNING, host=THERE.host), "tcp"),
+        (LOCAL, PINNING, "cma"),
+        (PINNING.with_host_memory(), PINNING.with_host_memory(), "local"),
     ],
 )
 def test_blocks_stay_within_the_host_where_the_peer_reads_the_memory(
@@ -86,6 +94,14 @@ def test_ucx_between_gpus_is_slower_than_copies_from_cache_to_cache() -> None:
     path = path_between(staged, staged, ("cuda_ipc", "tcp"), ALLOWED)
     assert (path.expected, path.actual, path.is_degraded) == ("local", "cuda_ipc", True)
     assert "local_path_refused" in path.remedy
+
+
+@pytest.mark.parametrize(("lanes", "is_degraded"), [(("local_staged",), False), (("tcp", "cma"), True)])
+def test_blocks_of_gpus_that_do_not_read_each_other_stay_within_the_host(
+    lanes: tuple[str, ...], is_degraded: bool
+) -> None:
+    path = path_between(replace(PINNING, gpu="GPU-3"), PINNING, lanes, ALLOWED)
+    assert (path.expected, path.actual, path.is_degraded) == ("local_staged", lanes[-1], is_degraded)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -27,16 +28,20 @@ from kvtransfer.handover.reservation import Received, ReceiverIdentity, Reservat
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.staging import StagedMemory
 from kvtransfer.handover.ticket import Ticket
+from kvtransfer.transport import Buffer
 from kvtransfer.transport.path import DataEndpoint
-from pdserve.base.errors import DigestMismatch, TransferError
+from pdserve.base import gpu_memory
+from pdserve.base.errors import DigestMismatch, SetupError, TransferError
 from pdserve.base.ids import BlockId, RequestId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
+from pdserve.base.shared_memory import ShareableMemory, SharedMemory, map_to_read
 from pdserve.base.tasks import service_group
 from pdserve.engine.kv_cache import KvCache
 from pdserve.worker.kv_bytes import device_launches
 from pdserve.worker.kv_bytes.device_blocks import staged_on_device
 from pdserve.worker.kv_bytes.device_offers import DeviceOffers
 from pdserve.worker.kv_bytes.digest_keys import DigestKeys
+from pdserve.worker.kv_bytes.staged_offers import Frames, StagedOffers
 from tests.support.inproc_offers import InprocWithOffers
 from tests.support.machine import HOST
 
@@ -89,15 +94,36 @@ def memory_of(cache: KvCache, offers: DeviceOffers) -> StagedMemory:
     return staged_on_device(cache, stage, 2, offers)
 
 
+def mapped(memory: ShareableMemory) -> Buffer:
+    """As a GPU of another process maps it."""
+    if not HAS_GPU:
+        return memory.bytes
+    return gpu_memory.pinned(DEVICE.index or 0, map_to_read(memory.file, memory.num_bytes), is_read_only=True)
+
+
 @asynccontextmanager
-async def pair_of(*, layer_groups: int = 1, num_blocks: int = 9, gpus: Sequence[str] = (GPU,)) -> AsyncIterator[Pair]:
-    """`gpus`: those that the decode worker reads."""
+async def pair_of(
+    *, layer_groups: int = 1, num_blocks: int = 9, gpus: Sequence[str] = (GPU,), stage_blocks: int = 0
+) -> AsyncIterator[Pair]:
+    """`gpus`: those that the decode worker reads. `stage_blocks`: those that memory between the GPUs holds."""
     source, target = cache_of(num_blocks, 1), cache_of(num_blocks, 2)
     offers = [DeviceOffers(source, GPU), DeviceOffers(target, GPU)]
+    if stage_blocks:
+        stage = StagedOffers(offers[0], SharedMemory(stage_blocks * LAYOUT.block_bytes, is_pinned=True))
+        offers[0].staged = stage
     offers[0].compile([*LayerGroups.of(LAYOUT, layer_groups).layers, SPEC.layers])
     offers[1]._compiled = offers[0]._compiled
     sending, receiving = InprocWithOffers("sender"), InprocWithOffers("receiver")
-    endpoint = DataEndpoint(host=HOST, lanes=(), local=receiving.local_address, gpu=GPU, readable_gpus=frozenset(gpus))
+    if stage_blocks:
+        receiving.mapped = functools.cache(mapped)
+    endpoint = DataEndpoint(
+        host=HOST,
+        lanes=(),
+        local=receiving.local_address,
+        gpu=GPU,
+        readable_gpus=frozenset(gpus),
+        pins_host_memory=True,
+    )
     identity = ReceiverIdentity(
         worker_id=WorkerId("d0"),
         epoch=new_epoch(),
@@ -115,6 +141,8 @@ async def pair_of(*, layer_groups: int = 1, num_blocks: int = 9, gpus: Sequence[
         await receiving.close()
     if HAS_GPU:
         torch.cuda.synchronize()
+    if isinstance(offers[0].staged, StagedOffers):
+        assert offers[0].staged.frames.are_free
     for each in offers:
         each._launches._reap()
         assert len(each._launches._free) == device_launches._NUM_SLOTS
@@ -132,7 +160,7 @@ async def test_blocks_are_copied_from_cache_to_cache(layer_groups: int) -> None:
     async with pair_of(layer_groups=layer_groups) as pair:
         before = pair.target.tensor.cpu()
         ticket = await pair.grant(8, 2, 5)
-        assert pair.sender._local_address(ticket) is not None
+        assert pair.sender._local_source(ticket) is not None
         await hand_over(pair, ticket, 1, 7, 3)
         assert torch.equal(pair.target.tensor.cpu()[[8, 2, 5]], pair.source.tensor.cpu()[[1, 7, 3]])
         others = [0, 1, 3, 4, 6, 7]
@@ -161,29 +189,129 @@ async def test_what_is_read_elsewhere_is_refused_by_its_digest(monkeypatch: pyte
         assert pair.received == []
 
 
-async def test_starts_between_blocks_end_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_starts_between_words_end_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     starts = DeviceOffers.starts
-    monkeypatch.setattr(DeviceOffers, "starts", lambda *args: starts(*args) + 16)
+    monkeypatch.setattr(DeviceOffers, "starts", lambda *args: starts(*args) + 8)
     async with pair_of() as pair:
         ticket = await pair.grant(0, 1)
         with pytest.raises(TransferError):
             await hand_over(pair, ticket, 4, 5)
 
 
+STAGED: dict[str, Any] = {"gpus": ["GPU-2"], "stage_blocks": 4}
+
+
+@pytest.mark.parametrize("layer_groups", [1, 2, 3])
+async def test_a_worker_that_cannot_read_the_gpu_copies_blocks_from_host_memory(layer_groups: int) -> None:
+    async with pair_of(layer_groups=layer_groups, **STAGED) as pair:
+        before = pair.target.tensor.cpu()
+        await hand_over(pair, await pair.grant(8, 2, 5), 1, 7, 3)
+        assert torch.equal(pair.target.tensor.cpu()[[8, 2, 5]], pair.source.tensor.cpu()[[1, 7, 3]])
+        others = [0, 1, 3, 4, 6, 7]
+        assert torch.equal(pair.target.tensor.cpu()[others], before[others])
+        assert len(pair.received) == 1
+
+
+async def test_transfers_wait_for_host_memory_that_others_have_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StagedOffers, "run_bytes", (1, 1))
+    async with pair_of(layer_groups=3, num_blocks=40, **STAGED) as pair:
+        tickets = [await pair.grant(*range(3 * each, 3 * each + 3)) for each in range(12)]
+        sources = [[39 - each, each, 20] for each in range(12)]
+        await asyncio.gather(
+            *(hand_over(pair, *each) for each in zip(tickets, *zip(*sources, strict=True), strict=True))
+        )
+        for each, ids in enumerate(sources):
+            assert torch.equal(pair.target.tensor.cpu()[3 * each : 3 * each + 3], pair.source.tensor.cpu()[ids])
+
+
+async def test_a_transfer_that_ends_while_it_waits_for_host_memory_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair_of(**STAGED) as pair:
+        stage, ticket = pair.offers[0].staged, await pair.grant(8, 2)
+        assert isinstance(stage, StagedOffers)
+        taken = await stage.frames.take(4)
+        async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+            pushing = asyncio.create_task(transfer.push(blocks(1, 7)))
+            while not transfer.waits_for_memory:  # noqa: ASYNC110 - each turn is an event
+                await asyncio.sleep(0)
+            pair.sender._transport.disconnect(transfer._peer)
+            pushing.cancel()
+            await asyncio.wait([pushing])
+        stage.frames.give_back(taken)
+        await hand_over(pair, await pair.grant(5, 6), 1, 7)
+
+
+async def test_host_memory_of_a_lost_receiver_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_copy, pull = asyncio.Event(), DeviceOffers.pull
+
+    async def late(self: DeviceOffers, *args: Any) -> list[bytes]:
+        await may_copy.wait()
+        return await pull(self, *args)
+
+    async with pair_of(**STAGED) as pair:
+        monkeypatch.setattr(DeviceOffers, "pull", late)
+        lost = await pair.grant(0, 1, 3, 4)
+        with pytest.raises(TransferError):
+            async with pair.sender.open(lost, request_id=REQUEST) as transfer:
+                await transfer.push(blocks(1, 7, 3, 4))
+                pair.sender._transport.disconnect(transfer._peer)
+                await transfer.finish([5], pair.receiver.commit)
+        may_copy.set()
+        await hand_over(pair, await pair.grant(8, 2, 5, 6), 8, 2, 5, 6)
+        assert torch.equal(pair.target.tensor.cpu()[[8, 2, 5, 6]], pair.source.tensor.cpu()[[8, 2, 5, 6]])
+
+
+async def test_blocks_are_sent_where_host_memory_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(self: StagedOffers) -> None:
+        raise SetupError("256 MiB of host memory cannot be pinned: no.")
+
+    monkeypatch.setattr(StagedOffers, "open", refused)
+    async with pair_of(**STAGED) as pair, pair.sender.open(await pair.grant(8), request_id=REQUEST) as transfer:
+        assert transfer._local is None
+        assert pair.sender._local_source(await pair.grant(5)) is None  # For a while.
+
+
+async def test_frames_are_lent_in_the_order_of_the_requests() -> None:
+    frames = Frames(4)
+    first, second = await frames.take(1), await frames.take(2)
+    large, small = asyncio.create_task(frames.take(3)), asyncio.create_task(frames.take(1))
+    await asyncio.sleep(0)
+    assert not small.done()  # One is free, but the other has asked before.
+    large.cancel()
+    assert len(await small) == 1
+    last = asyncio.create_task(frames.take(4))
+    await asyncio.sleep(0)
+    for each in (first, second, await small):
+        assert not last.done()
+        frames.give_back(each)
+    assert sorted(await last) == [0, 1, 2, 3]
+
+
+async def test_frames_that_were_lent_to_a_cancelled_caller_are_free() -> None:
+    frames = Frames(2)
+    taken = await frames.take(2)
+    waiting = asyncio.create_task(frames.take(2))
+    await asyncio.sleep(0)
+    frames.give_back(taken)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    assert frames.are_free
+
+
 async def test_a_worker_that_cannot_read_the_gpu_is_sent_its_blocks() -> None:
     async with pair_of(gpus=["GPU-2"]) as pair:
         ticket = await pair.grant(8, 2)
-        assert pair.sender._local_address(ticket) is None
+        assert pair.sender._local_source(ticket) is None
         endpoint = ticket.data_endpoint
         assert endpoint is not None
         on_host = replace(ticket, data_endpoint=endpoint.with_host_memory())
-        assert pair.sender._local_address(on_host) is None
+        assert pair.sender._local_source(on_host) is None
 
 
 async def test_more_launches_than_buffers_wait_for_the_first_ones() -> None:
     async with pair_of() as pair:
         memory = pair.offers[0]
-        found = [await memory.digests([blocks(each % 9)], SPEC) for each in range(3 * device_launches._NUM_SLOTS)]
+        found = [await memory.digest([blocks(each % 9)], SPEC) for each in range(3 * device_launches._NUM_SLOTS)]
         digests = [await each.found() for each in found]
         assert digests[:9] == digests[9:18]
         assert len({digest for [digest] in digests[:9]}) == 9
@@ -199,8 +327,8 @@ async def test_a_gpu_without_memory_ends_the_transfer_and_loses_no_buffer(monkey
             patched.setattr("kernels.triton.blocks.digest_keys", full)
             for _ in range(2 * device_launches._NUM_SLOTS):
                 with pytest.raises(TransferError, match="no memory left"):
-                    await memory.digests([blocks(1)], SPEC)
-        await (await memory.digests([blocks(1)], SPEC)).found()
+                    await memory.digest([blocks(1)], SPEC)
+        await (await memory.digest([blocks(1)], SPEC)).found()
 
 
 async def test_large_runs_get_larger_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +375,7 @@ async def test_kernels_of_other_layer_groups_are_compiled_on_a_thread_and_touch_
         memory, before = pair.offers[0], pair.source.tensor.cpu()
         monkeypatch.setattr(DeviceOffers, "compile", noted)
         for layers in (slice(0, 3), slice(0, 2), slice(1, 3), slice(1, 2), slice(1, 3)):
-            await (await memory.digests([blocks(1)], replace(SPEC, layers=layers))).found()
+            await (await memory.digest([blocks(1)], replace(SPEC, layers=layers))).found()
         assert len(threads) == 2
         assert threading.current_thread().name not in threads
         assert torch.equal(pair.source.tensor.cpu(), before)
@@ -276,13 +404,13 @@ async def test_a_lost_gpu_fails_all_that_wait_for_it(monkeypatch: pytest.MonkeyP
             patched.setattr(device_launches.EventWatch, "occurred", lost)
             with torch.cuda.stream(stream):
                 keep_busy()
-            found = [await memory.digests([blocks(1)], SPEC) for _ in range(device_launches._NUM_SLOTS)]
+            found = [await memory.digest([blocks(1)], SPEC) for _ in range(device_launches._NUM_SLOTS)]
             waiting = [asyncio.create_task(each.found()) for each in found]
-            taking = asyncio.create_task(memory.digests([blocks(1)], SPEC))
+            taking = asyncio.create_task(memory.digest([blocks(1)], SPEC))
             results = await asyncio.gather(*waiting, taking, return_exceptions=True)
             assert all(isinstance(each, RuntimeError) for each in results)
             with pytest.raises(RuntimeError, match="illegal memory access"):  # Nothing waits for a slot in vain.
-                await memory.digests([blocks(1)], SPEC)
+                await memory.digest([blocks(1)], SPEC)
         torch.cuda.synchronize()
         memory._launches._free += [device_launches.Slot(DEVICE) for _ in range(device_launches._NUM_SLOTS)]
 
@@ -327,10 +455,10 @@ class TestOnHardware:
         later = torch.cuda.current_stream().record_event()
         spec = replace(SPEC, layers=slice(0, 1), after=event)
         await memory.computed(spec)
-        [first] = await (await memory.digests([blocks(1)], spec)).found()
+        [first] = await (await memory.digest([blocks(1)], spec)).found()
         assert not later.query()
         await memory.computed(replace(spec, after=later))
-        [second] = await (await memory.digests([blocks(1)], spec)).found()
+        [second] = await (await memory.digest([blocks(1)], spec)).found()
         assert first != second
 
     @pytest.mark.skipif(not SIMULATED, reason="only the simulated GPU counts")
