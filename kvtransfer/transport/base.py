@@ -222,6 +222,13 @@ class LaneReporter(Protocol):
         """What the connection to the peer uses, by the library's names; empty when it is unknown."""
         ...
 
+    def protocol(self, peer: Peer, *, device_memory: bool) -> str:
+        """How large messages reach the peer, in the library's words; empty while it is unknown.
+
+        `device_memory`: those in the memory of a GPU.
+        """
+        ...
+
 
 class TransportGuard(Protocol):
     """What lets data into a process from connections that a peer has named as its own, and from no others."""

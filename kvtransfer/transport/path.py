@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvtransfer.transport.local.address import LocalAddress
 from pdserve.observe.process_memory import scope_refuses
@@ -24,6 +24,8 @@ PATHS = (LOCAL, CUDA_IPC, LOCAL_STAGED, CMA, SHM, RDMA, TCP)
 #: Names in UCX_TLS that mean a path, alone or with others.
 _UCX_NAMES = {CUDA_IPC: {"cuda_ipc", "cuda", "all"}, CMA: {"cma", "sm", "shm", "all"}}
 _SHM_LANES = ("posix", "sysv", "xpmem", "knem")
+#: In the name of a protocol of UCX: what is not host memory passes through it.
+_FRAGMENTS = "frag host"
 _RDMA_PREFIXES = ("rc", "dc", "ud", "srd", "ib")
 #: Paths within a host; between them the choice is the library's.
 _WITHIN_HOST = (CUDA_IPC, CMA, SHM)
@@ -78,11 +80,25 @@ class TransportPath:
     #: Why it is not the expected one, and what to do; empty when it is.
     cause: str = ""
     remedy: str = ""
+    #: How UCX sends large messages, in its words; empty while it is unknown, and where blocks are not sent.
+    protocol: str = field(default="", compare=False)
 
     @property
     def is_degraded(self) -> bool:
-        """Whether the path is slower than the expected one."""
-        return is_slower(self.actual, self.expected)
+        """Whether the path is slower than the expected one, or UCX does not use it for all of the way."""
+        return is_slower(self.actual, self.expected) or _FRAGMENTS in self.protocol
+
+    @property
+    def found(self) -> str:
+        """The path, and the expected one where that is another."""
+        return self.actual if self.actual == self.expected else f"{self.actual} instead of {self.expected}"
+
+    def with_protocol(self, protocol: str) -> TransportPath:
+        """The same path, when it is known how UCX sends large messages."""
+        if _FRAGMENTS not in protocol or self.cause:
+            return replace(self, protocol=protocol)
+        cause, remedy = _EXPLAINED_FRAGMENTS
+        return replace(self, protocol=protocol, cause=f"{cause} ({protocol})", remedy=remedy)
 
 
 def is_slower(actual: str, expected: str) -> bool:
@@ -158,6 +174,11 @@ _EXPLAINED_LOCAL = (
 _EXPLAINED_RDMA = (
     "both UCX libraries offer RDMA, but the connection does not use it",
     "Set UCX_NET_DEVICES to devices of one fabric on both workers, or exclude TCP with UCX_TLS to see UCX's error.",
+)
+_EXPLAINED_FRAGMENTS = (
+    "UCX copies blocks of the GPU through fragments of host memory",
+    "Let UCX reach the GPU's memory: nvidia-peermem or dma-buf for RDMA, one pid namespace for cuda_ipc; or use "
+    "--handover-memory host.",
 )
 _JOIN = "Docker: {docker}; Kubernetes: workers of one pod{more}."
 

@@ -24,7 +24,6 @@ from kvtransfer.transport.tag_matcher import OpensInboxes, TagMatcher
 from kvtransfer.transport.ucx_address import unpack_address
 from kvtransfer.transport.ucx_context import UcxContext
 from kvtransfer.transport.ucx_guard import UcxGuard
-from kvtransfer.transport.ucx_lanes import lanes_of
 from kvtransfer.transport.ucx_worker import UcxPeer, UcxWorker, own_peer
 from pdserve.base.errors import PdserveError, PeerLost, TransferError
 from pdserve.base.logs import get_logger
@@ -65,8 +64,7 @@ class UcxTransport(OpensInboxes[ucx.TagProbeResult]):
     ) -> None:
         """`host`: the address on whose network device UCX listens, unless UCX_NET_DEVICES names others.
 
-        `device_memory`: whether buffers are in the memory of this process's GPU. `guarded`: whether strangers are kept
-        out of UCX.
+        `device_memory`: whether buffers are in the memory of a GPU. `guarded`: whether strangers are kept out of UCX.
         """
         self._context = UcxContext(host, device_memory=device_memory)
         self._drain_timeout_s = drain_timeout_s
@@ -110,8 +108,11 @@ class UcxTransport(OpensInboxes[ucx.TagProbeResult]):
 
     def lanes(self, peer: Peer) -> tuple[str, ...]:
         """Transports of the endpoint. UCX chooses them when it is created; empty when the peer is disconnected."""
-        endpoint = own_peer(peer).endpoint
-        return () if endpoint is None or not endpoint.alive else lanes_of(endpoint.handle)
+        return own_peer(peer).lanes()
+
+    def protocol(self, peer: Peer, *, device_memory: bool) -> str:
+        """What UCX_PROTO_INFO shows."""
+        return own_peer(peer).protocol(device_memory=device_memory)
 
     def disconnect(self, peer: Peer) -> None:
         """Closes the endpoint without waiting for the other side. UCX then fails its requests."""

@@ -1,6 +1,6 @@
-"""Asks UCX which transports it uses: those that a context offers, and the lanes of an endpoint.
+"""Asks UCX what it uses: the transports that a context offers, and the lanes and protocols of an endpoint.
 
-ucxx has no call for the latter, so UCX's own `ucp_ep_query` is called, on the library that ucxx has loaded.
+ucxx has no calls for the latter, so UCX's own are called, on the library that ucxx has loaded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ _FIELD_TRANSPORTS = 1 << 3
 _MAX_LANES = 32
 _NAME_BYTES = 32
 _SOCKET_ADDRESS_BYTES = 128
+#: A table of protocols of tagged messages, by their sizes. UCX guesses those that the other end may change.
+_TAGGED = re.compile(r"tagged message by ucp_tag_send\S* from (host|cuda).*?\n# *\n", re.DOTALL)
+_LARGEST = re.compile(r"\.\.inf \| (?:\(\?\) )?(.*?) *\|", re.MULTILINE)
 _RESOURCE = re.compile(r"resource\s+\d+\s*:.* (\w+)/\S*$", re.MULTILINE)
 
 
@@ -64,13 +67,54 @@ def lanes_of(endpoint: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.decode() for name in names if name))
 
 
-@functools.cache
+def protocol_of(endpoint: int, *, device_memory: bool) -> str:
+    """How an endpoint sends large messages, as UCX_PROTO_INFO says: such as `rendezvous zero-copy read from remote`.
+
+    `device_memory`: from a GPU's. Empty before one was sent, and when this UCX does not tell.
+    """
+    return protocol_in(_description(endpoint), device_memory=device_memory)
+
+
+def protocol_in(description: str, *, device_memory: bool) -> str:
+    """The protocol of large messages in what UCX writes about an endpoint."""
+    memory = "cuda" if device_memory else "host"
+    tables = (found.group() for found in _TAGGED.finditer(description) if found.group(1) == memory)
+    return next((_LARGEST.findall(table)[-1] for table in tables if _LARGEST.search(table)), "")
+
+
+def _description(endpoint: int) -> str:
+    """What `ucp_ep_print_info` writes about an endpoint."""
+    print_info = _function("ucp_ep_print_info")
+    if print_info is None:
+        return ""
+    libc, text, num_bytes = ctypes.CDLL(None), ctypes.c_char_p(), ctypes.c_size_t()
+    libc.open_memstream.restype = ctypes.c_void_p
+    stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(num_bytes)))
+    try:
+        print_info.restype = None
+        print_info(ctypes.c_void_p(endpoint), stream)
+    finally:
+        libc.fclose(stream)
+    try:
+        return ctypes.string_at(text, num_bytes.value).decode(errors="replace")
+    finally:
+        libc.free(text)
+
+
 def _query() -> ctypes._NamedFuncPointer | None:
-    """`ucp_ep_query` of the loaded library; None when it is older than the call (UCX 1.12)."""
+    """`ucp_ep_query`; None when UCX is older than the call (1.12)."""
+    query = _function("ucp_ep_query")
+    if query is not None:
+        query.restype = ctypes.c_byte
+    return query
+
+
+@functools.cache
+def _function(name: str) -> ctypes._NamedFuncPointer | None:
+    """A function of the loaded library; None when that has none."""
     try:
         # ucxx has loaded libucp, so the loader finds it by its name wherever it lies.
-        query = ctypes.CDLL("libucp.so.0").ucp_ep_query
+        function: ctypes._NamedFuncPointer = getattr(ctypes.CDLL("libucp.so.0"), name)
     except (OSError, AttributeError):
         return None
-    query.restype = ctypes.c_byte
-    return query
+    return function

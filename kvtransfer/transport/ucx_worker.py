@@ -11,6 +11,7 @@ from ucxx.exceptions import UCXError
 
 from kvtransfer.transport.base import Operation, Peer
 from kvtransfer.transport.ucx_address import pack_address
+from kvtransfer.transport.ucx_lanes import lanes_of, protocol_of
 from pdserve.base.errors import PeerLost
 
 
@@ -25,6 +26,16 @@ class UcxPeer:
     def closed(self) -> bool:
         """Disconnected, failed, or found dead by UCX."""
         return self.lost or self.endpoint is None or not self.endpoint.alive
+
+    def lanes(self) -> tuple[str, ...]:
+        """As `lanes_of`; empty when it is disconnected."""
+        return () if self.endpoint is None or not self.endpoint.alive else lanes_of(self.endpoint.handle)
+
+    def protocol(self, *, device_memory: bool) -> str:
+        """As `protocol_of`; empty when it is disconnected."""
+        if self.endpoint is None or not self.endpoint.alive:
+            return ""
+        return protocol_of(self.endpoint.handle, device_memory=device_memory)
 
 
 def own_peer(peer: Peer) -> UcxPeer:

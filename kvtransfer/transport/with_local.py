@@ -17,6 +17,7 @@ from pdserve.base.shared_memory import ShareableMemory
 
 log = get_logger(__name__)
 
+
 class WithLocal:
     """Implements `Transport`, `LaneReporter`, `GuardedTransport` and `LocalTransports`."""
 
@@ -138,3 +139,7 @@ class WithLocal:
         if isinstance(peer, LocalPeer):
             return (LOCAL_STAGED if peer.is_staged else LOCAL,)
         return self._remote.lanes(peer)
+
+    def protocol(self, peer: Peer, *, device_memory: bool) -> str:
+        """How UCX sends large messages."""
+        return "" if isinstance(peer, LocalPeer) else self._remote.protocol(peer, device_memory=device_memory)

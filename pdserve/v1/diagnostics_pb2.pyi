@@ -578,6 +578,7 @@ class SendProbeResponse(_message.Message):
     ACTUAL_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
     REMEDY_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
     wire_s: _builtins.float
     """Time in which at least one message was on its way."""
@@ -588,6 +589,8 @@ class SendProbeResponse(_message.Message):
     actual: _builtins.str
     cause: _builtins.str
     remedy: _builtins.str
+    protocol: _builtins.str
+    """How UCX sends large messages, in its words; empty: unknown, or blocks are not sent."""
     def __init__(
         self,
         *,
@@ -598,10 +601,11 @@ class SendProbeResponse(_message.Message):
         actual: _builtins.str = ...,
         cause: _builtins.str = ...,
         remedy: _builtins.str = ...,
+        protocol: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual", b"actual", "cause", b"cause", "expected", b"expected", "num_bytes", b"num_bytes", "remedy", b"remedy", "total_s", b"total_s", "wire_s", b"wire_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual", b"actual", "cause", b"cause", "expected", b"expected", "num_bytes", b"num_bytes", "protocol", b"protocol", "remedy", b"remedy", "total_s", b"total_s", "wire_s", b"wire_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -184,7 +184,8 @@ def _pair(pair: PairProbe, *, on_gpus: bool) -> Finding:
     share = pair.bytes_per_s / pair.memory_copy_bytes_per_s if pair.memory_copy_bytes_per_s else 0.0
     speed = f"{pair.bytes_per_s / _GB:.2f} GB/s"
     of_what = " of host memory" if on_gpus else ""
-    found = f"{pair.actual or 'path unknown'}{of_what}, {speed}, {share:.0%} of a plain copy"
+    how = f" ({pair.protocol})" if pair.protocol else ""
+    found = f"{pair.actual or 'path unknown'}{how}{of_what}, {speed}, {share:.0%} of a plain copy"
     if pair.cause:
         return warning(
             "transfers",

@@ -56,6 +56,8 @@ class PairProbe:
     actual: str = ""
     cause: str = ""
     remedy: str = ""
+    #: How UCX sends large messages, in its words; empty: unknown.
+    protocol: str = ""
     #: Why it failed; empty when it did not.
     error: str = ""
     #: Whether the workers were busy the whole time.

@@ -180,4 +180,5 @@ async def _round(sender: SeenWorker, receiver: SeenWorker, plan: ProbePlan) -> P
         actual=sent.actual,
         cause=sent.cause,
         remedy=sent.remedy,
+        protocol=sent.protocol,
     )

@@ -191,7 +191,7 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
         response = pb.SendProbeResponse(num_bytes=stats.sent_bytes, wire_s=stats.busy_s, total_s=total_s)
         if paths and (path := paths[0]) is not None:
             response.expected, response.actual = path.expected, path.actual
-            response.cause, response.remedy = path.cause, path.remedy
+            response.cause, response.remedy, response.protocol = path.cause, path.remedy, path.protocol
         return response
 
     async def _commit(self, ticket: Ticket, commit: Commit) -> decode_pb2.CommitResponse:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport import LaneReporter, LocalTransports, Peer, Transport
@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 #: Maximum number of peers whose paths are remembered, with a series each. The longest unused peer is forgotten first.
 MAX_PEERS = 64
-#: Interval of looking for connections that have ended.
+#: Interval of looking for connections that have ended, and how UCX sends over others.
 _SWEEP_S = 2.0
 
 
@@ -91,17 +91,24 @@ class TransportPaths:
         self._publish()
 
     async def run(self) -> None:
-        """Forgets connections that have ended, until cancelled."""
+        """Looks at connections at intervals, until cancelled."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             self.sweep()
 
     def sweep(self) -> None:
-        """Forgets connections that have ended."""
-        ended = [worker_id for worker_id, seen in self._seen.items() if seen.peer.closed]
-        for worker_id in ended:
-            del self._seen[worker_id]
-        if ended:
+        """Forgets connections that have ended. UCX chooses how to send from a GPU's memory when it first does."""
+        is_changed = False
+        for worker_id, seen in [*self._seen.items()]:
+            if seen.peer.closed:
+                del self._seen[worker_id]
+            elif not seen.path.protocol and (protocol := self._protocol(seen.peer)):
+                self._seen[worker_id] = replace(seen, path=seen.path.with_protocol(protocol))
+                _log(worker_id, self._seen[worker_id].path)
+            else:
+                continue
+            is_changed = True
+        if is_changed:
             self._publish()
 
     def report(self) -> TransportReport:
@@ -120,7 +127,16 @@ class TransportPaths:
         if is_in_host_memory:
             own = own.with_host_memory()
         lanes = self._transport.lanes(peer)
-        return path_between(own, other, lanes, memory_access(own.host, other.host)) if lanes else None
+        if not lanes:
+            return None
+        path = path_between(own, other, lanes, memory_access(own.host, other.host))
+        return path.with_protocol(self._transport.protocol(peer, device_memory=own.device_memory))
+
+    def _protocol(self, peer: Peer) -> str:
+        """How blocks reach the peer; empty while it is unknown."""
+        if not isinstance(self._transport, LaneReporter):
+            return ""
+        return self._transport.protocol(peer, device_memory=self._device_memory)
 
     def _reason(self) -> str | None:
         slow = [(worker_id, seen.path) for worker_id, seen in self._seen.items() if seen.path.is_degraded]
@@ -128,7 +144,7 @@ class TransportPaths:
             return None
         worker_id, path = slow[0]
         others = f" ({len(slow) - 1} more peers)" if len(slow) > 1 else ""
-        return f"to {worker_id}{others}: {path.actual} instead of {path.expected}: {path.cause}. {path.remedy}"
+        return f"to {worker_id}{others}: {path.found}: {path.cause}. {path.remedy}"
 
     def _publish(self) -> None:
         self._metrics.set_transport_paths(
@@ -147,8 +163,9 @@ def _log(worker_id: WorkerId, path: TransportPath) -> None:
             peer=worker_id,
             expected=path.expected,
             actual=path.actual,
+            protocol=path.protocol,
             cause=path.cause,
             remedy=path.remedy,
         )
     else:
-        log.info("transport_path", peer=worker_id, expected=path.expected, actual=path.actual)
+        log.info("transport_path", peer=worker_id, expected=path.expected, actual=path.actual, protocol=path.protocol)

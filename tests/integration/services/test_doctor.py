@@ -50,6 +50,9 @@ class Lanes(InprocTransport):
         assert isinstance(peer, InprocPeer)
         return ("tcp",)
 
+    def protocol(self, peer: object, *, device_memory: bool) -> str:
+        return "multi-frag copy-in"
+
 
 def listed(worker_id: str, tier: str, address: str, **changes: Any) -> dict[str, Any]:
     """A worker in the router's answer."""

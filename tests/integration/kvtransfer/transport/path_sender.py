@@ -30,10 +30,13 @@ async def send(address: bytes, other: DataEndpoint) -> None:
     own = DataEndpoint(host=own_host_identity(), lanes=transport.offered_lanes())
     path = path_between(own, other, transport.lanes(peer), memory_access(own.host, other.host))
     await transport.post_send(peer, 1, np.full(MIB, PAYLOAD, np.uint8))
+    path = path.with_protocol(transport.protocol(peer, device_memory=False))
+    assert transport.protocol(peer, device_memory=True) == ""
     transport.disconnect(peer)
     assert transport.lanes(peer) == ()
+    assert transport.protocol(peer, device_memory=False) == ""
     # Libraries print to stdout too; the first word marks our line.
-    print("path", path.expected, path.actual, path.cause, "|", path.remedy, flush=True)
+    print("path", path.expected, path.actual, path.cause, "|", path.remedy, "|", path.protocol, flush=True)
     await transport.close()
 
 

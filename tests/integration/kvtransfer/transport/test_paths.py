@@ -70,7 +70,7 @@ async def test_two_processes_of_a_host_read_each_others_memory() -> None:
     own = own_host_identity()
     if memory_access(own, own).own:
         pytest.skip("the kernel refuses process_vm_readv here")
-    assert await path_from() == "cma cma  | "
+    assert await path_from() == "cma cma  |  | rendezvous zero-copy read from remote"
 
 
 @pytest.mark.parametrize(("flags", "kind"), [(["--ipc"], "IPC"), (["--pid", "--fork", "--mount-proc"], "pid")])
@@ -90,3 +90,5 @@ async def test_a_transport_list_without_cma_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     path = await path_from()
     assert path.startswith("cma tcp UCX offers no cma on this worker and the peer | Unset UCX_TLS")
+    assert path.rpartition(" | ")[2].startswith("rendezvous")
+    assert "zero-copy" not in path

@@ -132,6 +132,13 @@ def test_a_healthy_cluster_needs_nothing() -> None:
             Severity.WARNING,
             "tcp instead of cma: the workers are in different IPC namespaces; 5.00 GB/s",
         ),
+        (
+            with_pair(protocol="rendezvous", bytes_per_s=0.1e9),
+            "transfers",
+            "prefill-0 to decode-0",
+            Severity.WARNING,
+            "cma (rendezvous), 0.10 GB/s",
+        ),
         (with_pair(error="lost it"), "transfers", "prefill-0 to decode-0", Severity.ERROR, "failed: lost it"),
         (with_pair(bytes_per_s=0.1e9), "transfers", "prefill-0 to decode-0", Severity.WARNING, "slow for this path"),
         (with_pair(is_busy=True), "transfers", "prefill-0 to decode-0", Severity.INFO, "not tested"),

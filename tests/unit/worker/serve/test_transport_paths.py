@@ -25,6 +25,8 @@ class FakePeer:
 
     used_lanes: tuple[str, ...]
     closed: bool = False
+    #: That of messages in the memory of a GPU.
+    protocol: str = ""
 
 
 class LaneTransport(InprocTransport):
@@ -37,14 +39,18 @@ class LaneTransport(InprocTransport):
         assert isinstance(peer, FakePeer)
         return peer.used_lanes
 
+    def protocol(self, peer: object, *, device_memory: bool) -> str:
+        assert isinstance(peer, FakePeer)
+        return peer.protocol if device_memory else "zero-copy"
+
 
 class Watched:
     """The paths of a worker, and where it reports them."""
 
-    def __init__(self, transport: InprocTransport | None = None) -> None:
+    def __init__(self, transport: InprocTransport | None = None, *, device_memory: bool = False) -> None:
         self.metrics = WorkerMetrics(model_name="m", tier="prefill")
         self.health = Health(not_ready=None)
-        self.paths = TransportPaths(transport or LaneTransport(), self.metrics, device_memory=False)
+        self.paths = TransportPaths(transport or LaneTransport(), self.metrics, device_memory=device_memory)
         self.paths.on_change = self.health.watch("transport")
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
@@ -127,6 +133,28 @@ def test_a_faster_connection_ends_the_degradation() -> None:
     assert not worker.is_degraded
     assert worker.health.degraded == {}
     assert [labels["actual"] for labels, _ in worker.samples("pdserve_transport_path_info")] == ["cma"]
+
+
+def test_how_blocks_of_a_gpu_are_sent_is_reported_once_it_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    worker, peer = Watched(device_memory=True), FakePeer(("tcp", "cma", "cuda_ipc"))
+    ticket = ticket_of("decode-0")
+    assert ticket.data_endpoint is not None
+    ticket = replace(ticket, data_endpoint=replace(ticket.data_endpoint, device_memory=True))
+    worker.paths.observe(ticket, peer)
+    worker.paths.sweep()
+    assert not worker.is_degraded
+    peer.protocol = "rendezvous cuda_copy, fenced write to remote, frag host"
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            worker.paths.sweep()
+    [record] = caplog.records
+    assert record.getMessage() == "transport_degraded"
+    assert worker.is_degraded
+    reason = worker.health.degraded["transport"]
+    assert reason.startswith(
+        "to decode-0: cuda_ipc: UCX copies blocks of the GPU through fragments of host memory (rend"
+    )
+    assert worker.paths.report() == TransportReport(paths={"cuda_ipc": 1}, degraded=reason)
 
 
 def test_the_path_of_an_ended_connection_is_forgotten() -> None:
