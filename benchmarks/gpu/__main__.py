@@ -105,6 +105,7 @@ def _measures(setting: Setting) -> Mapping[str, Callable[[], Finding]]:
         "handover-128": partial(block_rows.short_handover, setting),
         "handover-128-exposed": partial(block_rows.short_exposed, setting),
         "handover-64-at-once": partial(block_rows.short_handover, setting, at_once=sizes.batch),
+        "decode-during-handovers": partial(block_rows.decode_during_handovers, setting, sizes.batch),
         "handover-nccl": partial(block_rows.handover_nccl, setting),
         "gather": partial(block_rows.moving, setting, "gather"),
         "digest": partial(block_rows.moving, setting, "digest"),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from threading import Semaphore
 from typing import Literal
 
 import torch
 
 from benchmarks.gpu.handover import DEVICE, HOST, LOCAL, PINNED, Case, Times, measure
+from benchmarks.gpu.measure import captured
 from benchmarks.gpu.rows import Finding, Measured, NotMeasured
 from benchmarks.gpu.setting import Setting
 from kernels.bench.inputs import BLOCK_SIZE
@@ -21,6 +24,8 @@ from pdserve.base.layout import KvLayout
 from pdserve.worker.config import GPU_LAYER_GROUPS
 
 _KEY = bytes(range(16))
+#: Rounds of handovers beside decode steps, and steps alone, for each repetition of a call.
+_ROUNDS_DURING = 8
 _HOW = {
     LOCAL: "from cache to cache",
     PINNED: "through pinned host memory",
@@ -98,6 +103,28 @@ def short_exposed(setting: Setting) -> Finding:
     groups = min(GPU_LAYER_GROUPS, found.layout.num_layers)
     work = Work(num_bytes=found.num_blocks * found.layout.block_bytes / groups, flops=0.0)
     return Measured(samples_ms=found.times.exposed_ms, work=work, how=f"one of {groups} groups; {found.how}")
+
+
+def decode_during_handovers(setting: Setting, batch: int) -> Finding:
+    """Times decode steps while another process copies the blocks of short prompts, as many at once, and alone."""
+    call, work = setting.step([(1, setting.sizes.step_context)] * batch)
+    step = captured(call) if setting.has_graphs else call
+    step()
+    whole = _case(setting, LOCAL)
+    rounds = _ROUNDS_DURING * setting.sizes.repeats
+    case = replace(whole, num_blocks=max(1, whole.num_blocks // 8), at_once=batch, rounds=rounds)
+    alone = [setting.clock.once_ms(step) for _ in range(rounds)]
+    turns = Semaphore(0)
+    during = list[float]()
+    with ThreadPoolExecutor(1) as threads:
+        measuring = threads.submit(measure, case, turns.release)
+        measuring.add_done_callback(lambda _: turns.release(2))
+        turns.acquire()
+        while not (during and turns.acquire(blocking=False)):
+            during.append(setting.clock.once_ms(step))
+        measuring.result()
+    how = f"{len(during)} steps, {batch} handovers at once {_HOW[LOCAL]}"
+    return Measured(samples_ms=tuple(during), against_ms=tuple(alone), work=work, how=how)
 
 
 def handover_nccl(setting: Setting) -> Finding:
