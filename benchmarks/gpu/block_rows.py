@@ -106,7 +106,7 @@ def short_exposed(setting: Setting) -> Finding:
 
 
 def decode_during_handovers(setting: Setting, batch: int) -> Finding:
-    """Times decode steps while another process copies the blocks of short prompts, as many at once, and alone."""
+    """Times decode steps while this process hands over short prompts to another one, as many at once, and alone."""
     call, work = setting.step([(1, setting.sizes.step_context)] * batch)
     step = captured(call) if setting.has_graphs else call
     step()

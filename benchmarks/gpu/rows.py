@@ -152,7 +152,7 @@ class Row:
 
 
 def _p99(samples_ms: Sequence[float]) -> float:
-    return statistics.quantiles(samples_ms, n=100)[-1] if len(samples_ms) > 1 else samples_ms[0]
+    return statistics.quantiles(samples_ms, n=100, method="inclusive")[-1] if len(samples_ms) > 1 else samples_ms[0]
 
 
 ROWS: tuple[Row, ...] = (

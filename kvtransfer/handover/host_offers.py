@@ -77,8 +77,8 @@ class HostOffers:
     def shared(self) -> SharedMemory:
         return self.memories[0]
 
-    def source_for(self, end: DataEndpoint) -> HostOffers | None:
-        return self if self.memories and end.can_read("") else None
+    def sources_for(self, end: DataEndpoint) -> Sequence[HostOffers]:
+        return [self] if self.memories and end.can_read("") else []
 
     async def open(self) -> None:
         pass

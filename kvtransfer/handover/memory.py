@@ -90,8 +90,8 @@ class OfferedMemory(Protocol):
     def memories(self) -> Sequence[ShareableMemory]:
         """Those of its sources; empty: the blocks can only be copied into."""
 
-    def source_for(self, end: DataEndpoint) -> OfferSource | None:
-        """The fastest source from which the worker at that end can copy; None: there is none."""
+    def sources_for(self, end: DataEndpoint) -> Sequence[OfferSource]:
+        """Those from which the worker at that end should be able to copy, fastest first."""
 
     def block_bytes(self, spec: MessageSpec) -> int:
         """Bytes that a block has in the messages that `spec` describes."""

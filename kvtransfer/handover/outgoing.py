@@ -62,8 +62,7 @@ class OutgoingTransfer:
         self._groups = ticket.groups
         self._digests = SentDigests(ticket.shape.num_messages)
         self._sent_bytes = 0
-        #: Waits for this worker's own memory, which other transfers hold: the peer does not cause the delay.
-        self.waits_for_memory = False
+        self._is_waiting = False
         self._loop = asyncio.get_running_loop()  # Kept: asking for it is a system call, made several times per block.
         #: Set at every event: the window may have opened.
         self._changed = asyncio.Event()
@@ -79,6 +78,11 @@ class OutgoingTransfer:
     def quiet(self) -> bool:
         """Whether nothing of this transfer is on the wire now."""
         return self._machine.num_outstanding == 0
+
+    @property
+    def waits_for_memory(self) -> bool:
+        """Whether it waits for this worker's own memory, and for nothing of the peer, which others hold up."""
+        return self._is_waiting and self.quiet
 
     @property
     def num_unsent(self) -> int:
@@ -124,9 +128,8 @@ class OutgoingTransfer:
             at_once = max(1, int(_COPIED_AT_ONCE * at_once))
         for first in range(0, len(bundles), at_once):
             batch = bundles[first : first + at_once]
-            buffers = await self._lent(
-                self._memory.lend(batch, to_send=True), self._give_back, may_wait=self._memory.copies
-            )
+            lending = self._memory.lend(batch, to_send=True)
+            buffers = await self._lent(lending, self._give_back, may_wait=self._memory.copies)
             try:
                 digests = await self._memory.load(batch, buffers, spec)
                 await self._send_batch(batch, buffers, group, digests)
@@ -171,13 +174,11 @@ class OutgoingTransfer:
     # Inside.
     async def _lent(self, lending: Coroutine[object, object, T], let_go: Callable[[T], None], *, may_wait: bool) -> T:
         """Waits for this worker's memory, until the transfer is over."""
-        if not may_wait:
-            return await lending
-        self.waits_for_memory = True
+        self._is_waiting = may_wait
         try:
-            return await taken_unless(self._stopped, lending, let_go)
+            return await (taken_unless(self._stopped, lending, let_go) if may_wait else lending)
         finally:
-            self.waits_for_memory = False
+            self._is_waiting = False
 
     def _give_back(self, buffers: Sequence[Buffer]) -> None:
         for buffer in buffers:

@@ -74,8 +74,8 @@ class Sender:
         self._introductions = Introductions(transport, self._calls.introduce)
         #: The peer of each data address over which blocks have left: it needs no more introductions.
         self._settled: dict[bytes, Peer] = {}
-        #: Until when local addresses that have refused this worker are not tried again.
-        self._refused_until: dict[LocalAddress, float] = {}
+        #: Until when local addresses that have refused this worker's memory are not tried again.
+        self._refused_until: dict[tuple[LocalAddress, OfferSource], float] = {}
 
     def close_unused(self) -> None:
         """From now on a connection ends with the last transfer over it."""
@@ -111,33 +111,30 @@ class Sender:
                 if transfer.stats.sent_bytes and path.local is None:
                     self._settle(connection.ticket.data_address, connection.peer)
 
-    def _local_source(self, ticket: Ticket) -> tuple[LocalAddress, OfferSource] | None:
-        """Where to offer blocks within the host, and from where; None: the workers share neither host nor memory."""
+    def _local_sources(self, ticket: Ticket) -> list[tuple[LocalAddress, OfferSource]]:
+        """Where to offer blocks within the host, and from where; none: the workers share neither host nor memory."""
         end, memory = ticket.data_endpoint, self._memory
         if memory.offers is None or ticket.bundle_blocks != memory.bundle_blocks:
-            return None
+            return []
         if self._local is None or end is None or end.local is None or not self._local.reaches(end.local):
-            return None
-        if asyncio.get_running_loop().time() < self._refused_until.get(end.local, 0.0):
-            return None
-        source = memory.offers.source_for(end)
-        return None if source is None else (end.local, source)
+            return []
+        sources, now = memory.offers.sources_for(end), asyncio.get_running_loop().time()
+        return [(end.local, each) for each in sources if now >= self._refused_until.get((end.local, each), 0.0)]
 
     @asynccontextmanager
     async def _connected(self, ticket: Ticket, deadline: float) -> AsyncIterator[_Connection]:
         """The connection of a ticket: within the host where that works, else as between hosts."""
         async with AsyncExitStack() as stack:
-            found = self._local_source(ticket)
-            if self._local is not None and found is not None:
-                local, source = found
-                connect = partial(self._connect_locally, ticket, self._local, source)
+            for local, source in self._local_sources(ticket):
+                assert self._local is not None
+                connect = partial(self._connect_locally, ticket, self._local, (local, source))
+                key = local.pack() + bytes([source.shared.is_pinned])
                 try:
-                    peer = await stack.enter_async_context(self._peers.use(local.pack(), connect, deadline=deadline))
+                    peer = await stack.enter_async_context(self._peers.use(key, connect, deadline=deadline))
                 except PeerLost:
-                    pass
-                else:
-                    yield _Connection(peer, ticket, (self._local, source))
-                    return
+                    continue
+                yield _Connection(peer, ticket, (self._local, source))
+                return
             ticket = await self._with_address(ticket, deadline)
             introduced = partial(self._introductions.connect, ticket)
             peer = await stack.enter_async_context(self._peers.use(ticket.data_address, introduced, deadline=deadline))
@@ -154,18 +151,19 @@ class Sender:
             raise TransferTimeout("the decode worker did not give its data address within the lease") from error
         return replace(ticket, data_address=found.address, guarded_addresses=found.guarded_addresses)
 
-    async def _connect_locally(self, ticket: Ticket, transport: LocalTransports, source: OfferSource) -> Peer:
+    async def _connect_locally(
+        self, ticket: Ticket, transport: LocalTransports, found: tuple[LocalAddress, OfferSource]
+    ) -> Peer:
         """Transfers that have waited for one that was refused do not try again."""
-        found = self._local_source(ticket)
-        if found is None:
+        if found not in self._local_sources(ticket):
             raise PeerLost("The worker has just refused another transfer.")
-        local, _ = found
+        local, source = found
         try:
             await source.open()
             return await transport.connect_locally(local, source.shared)
         except (PeerLost, SetupError) as error:
             log.warning("local_path_refused", peer=ticket.worker_id, reason=error)
-            self._refused_until[local] = asyncio.get_running_loop().time() + _REFUSED_S
+            self._refused_until[found] = asyncio.get_running_loop().time() + _REFUSED_S
             while len(self._refused_until) > _MAX_SETTLED:
                 del self._refused_until[next(iter(self._refused_until))]
             raise PeerLost(str(error)) from error

@@ -50,6 +50,8 @@ class DataEndpoint:
     readable_gpus: frozenset[str] = frozenset()
     #: Whether that one can also copy blocks through host memory, which is pinned.
     pins_host_memory: bool = False
+    #: Whether others can read its blocks where they are. Known to itself alone.
+    is_readable: bool = True
 
     def can_read(self, gpu: str) -> bool:
         """Whether it can copy blocks from the memory of a GPU of its host; empty: from host memory."""
@@ -57,7 +59,8 @@ class DataEndpoint:
 
     def with_host_memory(self) -> DataEndpoint:
         """The endpoint of blocks in host memory in the same process."""
-        return replace(self, device_memory=False, gpu="", readable_gpus=frozenset(), pins_host_memory=False)
+        own = replace(self, device_memory=False, gpu="", readable_gpus=frozenset())
+        return replace(own, pins_host_memory=False, is_readable=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +118,7 @@ def expected_path(own: DataEndpoint, peer: DataEndpoint) -> str:
     """
     if own.host.shares_host_with(peer.host):
         is_in_reach = own.local is not None and peer.local is not None and own.local.directory == peer.local.directory
-        if is_in_reach and peer.can_read(own.gpu):
+        if is_in_reach and own.is_readable and peer.can_read(own.gpu):
             return LOCAL
         if is_in_reach and own.pins_host_memory and peer.pins_host_memory:
             return LOCAL_STAGED

@@ -133,13 +133,16 @@ class CudaDriver:
         return there.value
 
     def _register(self, here: ctypes.c_void_p, num_bytes: int, flags: list[int]) -> None:
-        """With the first flags that the device knows."""
-        *others, last = flags
-        for each in others:
-            with suppress(CudaError):
-                self._call("cuMemHostRegister_v2", here, ctypes.c_size_t(num_bytes), ctypes.c_uint(each))
-                return
-        self._call("cuMemHostRegister_v2", here, ctypes.c_size_t(num_bytes), ctypes.c_uint(last))
+        """With the first flags that the device knows. Raises the error of the first ones."""
+        first, *others = flags
+        try:
+            self._call("cuMemHostRegister_v2", here, ctypes.c_size_t(num_bytes), ctypes.c_uint(first))
+        except CudaError:
+            for each in others:
+                with suppress(CudaError):
+                    self._call("cuMemHostRegister_v2", here, ctypes.c_size_t(num_bytes), ctypes.c_uint(each))
+                    return
+            raise
 
     def unpin(self, device: int, address: int) -> None:
         with self._on(device):

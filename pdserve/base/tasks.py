@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -137,11 +138,15 @@ async def taken_unless(
             raise stopped.result()
         return task.result()
     except BaseException:
+        task.add_done_callback(partial(_let_go, let_go))  # Also if the caller is cancelled again.
         task.cancel()
         await asyncio.wait((task,))
-        if not task.cancelled() and task.exception() is None:
-            let_go(task.result())
         raise
+
+
+def _let_go(let_go: Callable[[T], None], task: asyncio.Task[T]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        let_go(task.result())
 
 
 async def run_to_completion(work: Awaitable[T]) -> T:

@@ -18,6 +18,8 @@ from pdserve.base.shared_memory import ShareableMemory
 
 #: A peer that does not answer to a connection for so long is lost.
 _WELCOME_S = 2.0
+#: The same if it has to pin memory first, perhaps behind that of others.
+_PINNED_S = 10.0
 
 #: Pause after there was no descriptor for a sender.
 _NO_FILE_S = 0.5
@@ -87,11 +89,12 @@ class LocalExchange:
         peer = LocalPeer(self._directory.connect(target), target.token, shown, self._peers.discard)
         if not peer.closed:
             self._peers.add(peer)
+        limit_s = _PINNED_S if peer.is_staged else _WELCOME_S
         try:
-            async with asyncio.timeout(_WELCOME_S):
+            async with asyncio.timeout(limit_s):
                 await asyncio.shield(peer.welcome)
         except TimeoutError:
-            peer.end(PeerLost(f"The peer at its local socket does not answer for {_WELCOME_S:.0f} s."))
+            peer.end(PeerLost(f"The peer at its local socket does not answer for {limit_s:.0f} s."))
             await peer.welcome
         except BaseException:
             peer.end(PeerLost("The connection was given up."))

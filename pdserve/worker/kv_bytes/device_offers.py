@@ -96,8 +96,6 @@ class DeviceOffers:
         self._in_cache = None if cache.shared is None else _InCache(self, cache.shared)
         #: For workers that cannot read this GPU.
         self.staged: OfferSource | None = None
-        #: Whether the kernel of `scatter` is compiled, too.
-        self.scatters = False
         #: Layers of messages whose kernels are compiled.
         self._compiled: set[tuple[int, int]] = set()
 
@@ -105,10 +103,10 @@ class DeviceOffers:
     def memories(self) -> Sequence[ShareableMemory]:
         return [source.shared for source in (self._in_cache, self.staged) if source is not None]
 
-    def source_for(self, end: DataEndpoint) -> OfferSource | None:
-        if self._in_cache is not None and end.can_read(self._gpu):
-            return self._in_cache
-        return self.staged if end.pins_host_memory else None
+    def sources_for(self, end: DataEndpoint) -> Sequence[OfferSource]:
+        in_cache = self._in_cache if end.can_read(self._gpu) else None
+        staged = self.staged if end.pins_host_memory else None
+        return [source for source in (in_cache, staged) if source is not None]
 
     def block_bytes(self, spec: MessageSpec) -> int:
         return self._slice_bytes(spec.layers)
@@ -156,13 +154,10 @@ class DeviceOffers:
                 is_other = largest * self._slice_bytes(layers) >= kernels.LARGE_BYTES
                 for count in (1, 2, *([largest] if is_other else [])):
                     launching = _Launching(block, [[BlockId(0)] * count], layers, keys)
-                    launches: list[Callable[[Slot], int]] = [
-                        launching.digest,
-                        partial(launching.gather, words, launching.ids),
+                    copies: list[Callable[[Slot], int]] = [
+                        partial(each, words, launching.ids) for each in (launching.gather, launching.scatter)
                     ]
-                    if self.scatters:
-                        launches.append(partial(launching.scatter, words, launching.ids))
-                    for launch in launches:
+                    for launch in (launching.digest, *copies):
                         launch(slot)
                         if stream is not None:
                             stream.synchronize()  # Before the slot is used again.

@@ -16,7 +16,7 @@ from kvtransfer.transport import Buffer, LocalTransports, Transport
 from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
-from pdserve.base.shared_memory import SharedMemory
+from pdserve.base.shared_memory import ShareableMemory, SharedMemory
 from pdserve.base.tasks import run_to_completion
 from pdserve.engine.kv_cache import KvCache
 from pdserve.worker.kv_bytes.stage import Stage, stage_bytes
@@ -81,11 +81,13 @@ def in_place(memory: Buffer, layout: KvLayout, shared: SharedMemory | None) -> I
     return InPlaceMemory(memory, layout, HostOffers(memory, layout, shared))
 
 
-def share_blocks(memory: BlockMemory, transport: Transport) -> None:
-    """Lets processes of this host copy the blocks, where both memory and transport can do that."""
-    if isinstance(transport, LocalTransports) and memory.offers is not None:
-        for each in memory.offers.memories:
-            transport.share(each)
+def share_blocks(memory: BlockMemory, transport: Transport) -> Sequence[ShareableMemory]:
+    """Lets processes of this host copy the blocks, where memory and transport can do that: from what is returned."""
+    if not isinstance(transport, LocalTransports) or memory.offers is None:
+        return ()
+    for each in memory.offers.memories:
+        transport.share(each)
+    return memory.offers.memories
 
 
 def staged(

@@ -110,7 +110,7 @@ class StagedOffers:
     async def open(self) -> None:
         async with self._opening:
             if self._memory is None:
-                self._memory = await run_to_completion(asyncio.to_thread(self._opened))
+                self._memory = await run_to_completion(asyncio.to_thread(self._pinned))
 
     async def prepare(self, bundles: Sequence[Bundle], spec: MessageSpec) -> _Prepared:
         assert self._memory is not None, "it is open"
@@ -128,18 +128,15 @@ class StagedOffers:
             raise
         return _Prepared(starts, launch, self.frames, taken)
 
-    def _opened(self) -> Buffer:
-        """On a thread: pinning takes 0.2 s, compiling seconds."""
-        offers, layout = self._offers, self._offers.layout
-        memory = self.shared.bytes
-        if offers.device.type == "cuda":
-            try:
-                memory = gpu_memory.pinned(offers.device.index or 0, memory, is_read_only=False)
-            except OSError as error:
-                raise SetupError(f"{STAGE_BYTES >> 20} MiB of host memory cannot be pinned: {error}.") from error
-        offers.scatters = True
-        offers.compile(LayerGroups.of(layout, min(GPU_LAYER_GROUPS, layout.num_layers)).layers)
-        return memory
+    def _pinned(self) -> Buffer:
+        """On a thread: it takes 0.2 s."""
+        memory, device = self.shared.bytes, self._offers.device
+        if device.type != "cuda":
+            return memory
+        try:
+            return gpu_memory.pinned(device.index or 0, memory, is_read_only=False)
+        except OSError as error:
+            raise SetupError(f"{STAGE_BYTES >> 20} MiB of host memory cannot be pinned: {error}.") from error
 
 
 def offers_on_gpu(cache: KvCache) -> DeviceOffers:

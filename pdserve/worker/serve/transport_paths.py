@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvtransfer.handover.ticket import Ticket
@@ -14,6 +14,7 @@ from kvtransfer.transport.path import DataEndpoint, TransportPath, excluded_path
 from pdserve.base.config import variable
 from pdserve.base.ids import WorkerId
 from pdserve.base.logs import get_logger
+from pdserve.base.shared_memory import ShareableMemory
 from pdserve.engine.gpu_identity import NO_GPU, GpuIdentity
 from pdserve.peers.host_identity import own_host_identity
 from pdserve.peers.workers import TransportReport
@@ -46,12 +47,12 @@ class TransportPaths:
         *,
         device_memory: bool,
         gpu: GpuIdentity = NO_GPU,
-        pins_host_memory: bool = False,
+        memories: Sequence[ShareableMemory] = (),
     ) -> None:
-        """`device_memory`: as in `DataEndpoint`. `gpu`: that which has the blocks, and which `pins_host_memory`."""
+        """`device_memory`: as in `DataEndpoint`. `gpu`: that which has the blocks. `memories`: those offered within."""
         self._transport = transport
         self._gpu = gpu
-        self._pins_host_memory = pins_host_memory
+        self._memories = memories
         self._metrics = metrics
         self._device_memory = device_memory
         self._own: DataEndpoint | None = None
@@ -70,7 +71,8 @@ class TransportPaths:
                 local=self._transport.local_address if isinstance(self._transport, LocalTransports) else None,
                 gpu=self._gpu.uuid,
                 readable_gpus=self._gpu.readable,
-                pins_host_memory=self._pins_host_memory and bool(self._gpu.uuid),
+                pins_host_memory=any(memory.is_pinned for memory in self._memories),
+                is_readable=any(not memory.is_pinned for memory in self._memories),
             )
         return self._own
 

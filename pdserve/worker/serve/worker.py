@@ -150,10 +150,9 @@ class Worker:
             self.blocks = model.rank_group.block_memory(model.layout, model.kv_cache, staging_bytes)
         else:
             self.blocks = block_memory(model.kv_cache, staging_bytes, is_on_device=is_on_device, is_shared=is_shared)
-        share_blocks(self.blocks, self.transport)
-        gpu, pins = gpu_identity(model.kv_cache.tensor.device), self.blocks.offers is not None
+        memories, gpu = share_blocks(self.blocks, self.transport), gpu_identity(model.kv_cache.tensor.device)
         self.paths = TransportPaths(
-            self.transport, self.metrics, device_memory=is_on_device, gpu=gpu, pins_host_memory=pins
+            self.transport, self.metrics, device_memory=is_on_device, gpu=gpu, memories=memories
         )
 
     @property

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from pdserve.base.tasks import ServiceGroup, freed_in_turns, run_to_completion, service_group
+from pdserve.base.tasks import ServiceGroup, freed_in_turns, run_to_completion, service_group, taken_unless
 from tests.support.deadline import DEADLINE_S
 
 
@@ -209,3 +209,24 @@ async def test_lists_of_few_items_are_left_alone() -> None:
     async with freed_in_turns(few):
         pass
     assert few == [0, 1, 2]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_what_was_taken_for_a_caller_that_is_cancelled_is_let_go(times: int) -> None:
+    may_take, let_go = asyncio.Event(), list[int]()
+
+    async def take() -> int:
+        await may_take.wait()
+        return 7
+
+    taking = asyncio.create_task(taken_unless(asyncio.get_running_loop().create_future(), take(), let_go.append))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    may_take.set()
+    await asyncio.sleep(0)
+    for _ in range(times):
+        taking.cancel()
+        await asyncio.sleep(0)
+    await asyncio.wait([taking])
+    await asyncio.sleep(0)
+    assert let_go == [7]

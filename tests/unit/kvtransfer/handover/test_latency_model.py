@@ -64,7 +64,7 @@ class Busy:
             await asyncio.sleep(seconds)
 
 
-@dataclass
+@dataclass(eq=False)
 class Modelled:
     """Implements `OfferedMemory` and `OfferSource` for a worker whose launches and copies take their time."""
 
@@ -78,8 +78,8 @@ class Modelled:
     def memories(self) -> list[ShareableMemory]:
         return [self.shared]
 
-    def source_for(self, end: DataEndpoint) -> Modelled:
-        return self
+    def sources_for(self, end: DataEndpoint) -> list[Modelled]:
+        return [self]
 
     async def open(self) -> None:
         pass
@@ -109,7 +109,7 @@ class Modelled:
         return sum(map(len, bundles)) * self.block_bytes(spec) / COPY_BYTES_PER_S
 
 
-@dataclass
+@dataclass(eq=False)
 class ModelledStage(Modelled):
     """Blocks pass through host memory. The engines are the links of both GPUs."""
 

@@ -210,8 +210,8 @@ async def test_a_peer_that_is_gone_is_lost_and_blocks_are_not_offered_in_vain() 
 async def test_a_ticket_with_bundles_of_several_blocks_is_sent() -> None:
     async with worker_pair(is_local=True) as pair:
         ticket = await pair.grant([8])
-        assert pair.sender._local_source(ticket) is not None
-        assert pair.sender._local_source(replace(ticket, bundle_blocks=2)) is None
+        assert pair.sender._local_sources(ticket)
+        assert pair.sender._local_sources(replace(ticket, bundle_blocks=2)) == []
 
 
 def offer_of(ticket: Ticket, **changes: object) -> Offer:

@@ -76,6 +76,8 @@ PINNING = replace(ON_GPU, pins_host_memory=True)
         (ON_GPU.with_host_memory(), ON_GPU.with_host_memory(), "local"),
         (PINNING, PINNING, "local"),
         (replace(PINNING, gpu="GPU-3"), PINNING, "local_staged"),
+        (replace(PINNING, is_readable=False), PINNING, "local_staged"),
+        (replace(ON_GPU, is_readable=False), ON_GPU, "cma"),
         (replace(PINNING, gpu="GPU-3"), ON_GPU, "cma"),
         (replace(ON_GPU, gpu="GPU-3"), PINNING, "cma"),
         (replace(PINNING, gpu="GPU-3"), replace(PINNING, host=THERE.host), "tcp"),

@@ -29,9 +29,10 @@ from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.staging import StagedMemory
 from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport import Buffer
+from kvtransfer.transport.local.address import LocalAddress
 from kvtransfer.transport.path import DataEndpoint
 from pdserve.base import gpu_memory
-from pdserve.base.errors import DigestMismatch, SetupError, TransferError
+from pdserve.base.errors import DigestMismatch, PeerLost, SetupError, TransferError
 from pdserve.base.ids import BlockId, RequestId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
 from pdserve.base.shared_memory import ShareableMemory, SharedMemory, map_to_read
@@ -42,7 +43,7 @@ from pdserve.worker.kv_bytes.device_blocks import staged_on_device
 from pdserve.worker.kv_bytes.device_offers import DeviceOffers
 from pdserve.worker.kv_bytes.digest_keys import DigestKeys
 from pdserve.worker.kv_bytes.staged_offers import Frames, StagedOffers
-from tests.support.inproc_offers import InprocWithOffers
+from tests.support.inproc_offers import InprocWithOffers, LocalPeer
 from tests.support.machine import HOST
 
 LAYOUT = KvLayout.uniform(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
@@ -160,7 +161,7 @@ async def test_blocks_are_copied_from_cache_to_cache(layer_groups: int) -> None:
     async with pair_of(layer_groups=layer_groups) as pair:
         before = pair.target.tensor.cpu()
         ticket = await pair.grant(8, 2, 5)
-        assert pair.sender._local_source(ticket) is not None
+        assert pair.sender._local_sources(ticket)
         await hand_over(pair, ticket, 1, 7, 3)
         assert torch.equal(pair.target.tensor.cpu()[[8, 2, 5]], pair.source.tensor.cpu()[[1, 7, 3]])
         others = [0, 1, 3, 4, 6, 7]
@@ -267,7 +268,48 @@ async def test_blocks_are_sent_where_host_memory_cannot_be_pinned(monkeypatch: p
     monkeypatch.setattr(StagedOffers, "open", refused)
     async with pair_of(**STAGED) as pair, pair.sender.open(await pair.grant(8), request_id=REQUEST) as transfer:
         assert transfer._local is None
-        assert pair.sender._local_source(await pair.grant(5)) is None  # For a while.
+        assert pair.sender._local_sources(await pair.grant(5)) == []  # For a while.
+
+
+async def test_a_worker_that_refuses_the_cache_copies_from_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = InprocWithOffers.connect_locally
+
+    async def refusing(
+        self: InprocWithOffers, address: LocalAddress, memory: ShareableMemory | None = None
+    ) -> LocalPeer:
+        assert memory is not None
+        if not memory.is_pinned:
+            raise PeerLost("cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_DEVICE (101)")
+        return await connect(self, address, memory)
+
+    monkeypatch.setattr(InprocWithOffers, "connect_locally", refusing)
+    async with pair_of(stage_blocks=4) as pair:
+        for _ in range(2):
+            await hand_over(pair, await pair.grant(8, 2, 5), 1, 7, 3)
+        assert torch.equal(pair.target.tensor.cpu()[[8, 2, 5]], pair.source.tensor.cpu()[[1, 7, 3]])
+
+
+async def test_a_transfer_whose_receiver_does_not_copy_waits_for_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would renew its lease otherwise, and keep what others wait for."""
+    may_copy, pull = asyncio.Event(), DeviceOffers.pull
+
+    async def late(self: DeviceOffers, *args: Any) -> list[bytes]:
+        await may_copy.wait()
+        return await pull(self, *args)
+
+    monkeypatch.setattr(DeviceOffers, "pull", late)
+    monkeypatch.setattr(StagedOffers, "run_bytes", (1, 1))
+    async with pair_of(gpus=["GPU-2"], stage_blocks=2) as pair:
+        ticket = await pair.grant(0, 1, 3, 4)
+        async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+            pushing = asyncio.create_task(transfer.push(blocks(1, 7, 3, 4)))
+            while not transfer._is_waiting or transfer.quiet:  # noqa: ASYNC110 - each turn is an event
+                await asyncio.sleep(0)
+            assert not transfer.waits_for_memory
+            may_copy.set()
+            await pushing
+            await transfer.finish([5], pair.receiver.commit)
+        assert torch.equal(pair.target.tensor.cpu()[[0, 1, 3, 4]], pair.source.tensor.cpu()[[1, 7, 3, 4]])
 
 
 async def test_frames_are_lent_in_the_order_of_the_requests() -> None:
@@ -301,11 +343,11 @@ async def test_frames_that_were_lent_to_a_cancelled_caller_are_free() -> None:
 async def test_a_worker_that_cannot_read_the_gpu_is_sent_its_blocks() -> None:
     async with pair_of(gpus=["GPU-2"]) as pair:
         ticket = await pair.grant(8, 2)
-        assert pair.sender._local_source(ticket) is None
+        assert pair.sender._local_sources(ticket) == []
         endpoint = ticket.data_endpoint
         assert endpoint is not None
         on_host = replace(ticket, data_endpoint=endpoint.with_host_memory())
-        assert pair.sender._local_source(on_host) is None
+        assert pair.sender._local_sources(on_host) == []
 
 
 async def test_more_launches_than_buffers_wait_for_the_first_ones() -> None:
