@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kernels.cpu.digest import Blocks, can_digest, digest_blocks
 from kvtransfer.handover.digest import DIGEST_BYTES, MessageDigest
 from kvtransfer.handover.layer_groups import span_of
-from kvtransfer.handover.memory import Bundle, Digests, MessageSpec
+from kvtransfer.handover.memory import Bundle, Digests, MessageSpec, UncopiedBlocks
 from kvtransfer.transport import Buffer
 from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.errors import SetupError
@@ -36,22 +36,6 @@ class _Found:
 
     async def found(self) -> list[bytes]:
         return self._digests
-
-
-class _Prepared:
-    """Implements `PreparedBlocks` where the blocks are."""
-
-    def __init__(self, offers: HostOffers, bundles: Sequence[Bundle], spec: MessageSpec) -> None:
-        self.starts = offers.starts(bundles, spec)
-        self._offers = offers
-        self._bundles = bundles
-        self._spec = spec
-
-    async def digests(self) -> Digests:
-        return await self._offers.digests(self._bundles, self._spec)
-
-    def release(self) -> None:
-        pass
 
 
 class HostOffers:
@@ -83,9 +67,9 @@ class HostOffers:
     async def open(self) -> None:
         pass
 
-    async def prepare(self, bundles: Sequence[Bundle], spec: MessageSpec) -> _Prepared:
+    async def prepare(self, bundles: Sequence[Bundle], spec: MessageSpec) -> UncopiedBlocks:
         assert spec.after is None, "blocks in host memory are computed before they are reported"
-        return _Prepared(self, bundles, spec)
+        return UncopiedBlocks(self.starts(bundles, spec), partial(self.digests, bundles, spec))
 
     def block_bytes(self, spec: MessageSpec) -> int:
         span = self._span(spec)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +59,20 @@ class PreparedBlocks(Protocol):
 
     def release(self) -> None:
         """The other process copies them no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class UncopiedBlocks:
+    """Implements `PreparedBlocks`: the blocks themselves are offered."""
+
+    starts: npt.NDArray[np.int64]
+    find_digests: Callable[[], Awaitable[Digests]]
+
+    async def digests(self) -> Digests:
+        return await self.find_digests()
+
+    def release(self) -> None:
+        """Nothing was taken."""
 
 
 class OfferSource(Protocol):

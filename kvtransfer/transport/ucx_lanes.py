@@ -70,8 +70,7 @@ def lanes_of(endpoint: int) -> tuple[str, ...]:
 def protocol_of(endpoint: int, *, device_memory: bool) -> str:
     """How an endpoint sends large messages, as UCX_PROTO_INFO says: such as `rendezvous zero-copy read from remote`.
 
-    `device_memory`: from a GPU's. Empty before one was sent, which host memory does not need, and when this UCX does
-    not tell.
+    `device_memory`: from a GPU's; then it is empty before the first one was sent. Empty, too, if UCX is too old.
     """
     return protocol_in(_description(endpoint), device_memory=device_memory)
 

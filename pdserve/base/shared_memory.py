@@ -34,7 +34,7 @@ class ShareableMemory(Protocol):
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it is host memory that GPUs access: whoever maps it pins it."""
+        """Whether it is host memory that GPUs access: a process that maps it has to pin it."""
 
     @property
     def num_bytes(self) -> int:

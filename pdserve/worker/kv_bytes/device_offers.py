@@ -21,7 +21,7 @@ from kernels.reference.blocks import KEY_BYTES, WORD_BYTES
 from kernels.triton import blocks as kernels
 from kvtransfer.handover.digest import DIGEST_BYTES, MessageDigest
 from kvtransfer.handover.layer_groups import span_of
-from kvtransfer.handover.memory import Bundle, MessageSpec, OfferSource
+from kvtransfer.handover.memory import Bundle, MessageSpec, OfferSource, UncopiedBlocks
 from kvtransfer.transport import Buffer
 from kvtransfer.transport.local.offer import MAX_BLOCKS
 from kvtransfer.transport.path import DataEndpoint
@@ -40,26 +40,10 @@ Starts = npt.NDArray[np.int64]
 
 #: Bytes of one offer. With fewer, more time goes to launches and messages; with more, other transfers wait longer.
 _RUN_BYTES = 256 << 20
-#: Layers of a block begin at multiples of so many bytes.
+#: Alignment of the layers of a block, in bytes.
 _ALIGNMENT = 16
 #: Maximum number of transfers whose keys are kept, and of the keys' bytes. A key is as large as a block's slice.
 _KEPT_KEYS, _KEPT_KEY_BYTES = 256, 128 << 20
-
-
-class _PreparedInCache:
-    """Implements `PreparedBlocks` where the blocks are."""
-
-    def __init__(self, offers: DeviceOffers, bundles: Sequence[Bundle], spec: MessageSpec) -> None:
-        self.starts = offers.starts(bundles, spec)
-        self._offers = offers
-        self._bundles = bundles
-        self._spec = spec
-
-    async def digests(self) -> Launch:
-        return await self._offers.digest(self._bundles, self._spec)
-
-    def release(self) -> None:
-        pass
 
 
 class _InCache:
@@ -75,9 +59,10 @@ class _InCache:
     async def open(self) -> None:
         pass
 
-    async def prepare(self, bundles: Sequence[Bundle], spec: MessageSpec) -> _PreparedInCache:
+    async def prepare(self, bundles: Sequence[Bundle], spec: MessageSpec) -> UncopiedBlocks:
         await self._offers.computed(spec)
-        return _PreparedInCache(self._offers, bundles, spec)
+        digest = partial(self._offers.digest, bundles, spec)
+        return UncopiedBlocks(self._offers.starts(bundles, spec), digest)
 
 
 class DeviceOffers:

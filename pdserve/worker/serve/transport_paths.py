@@ -49,7 +49,10 @@ class TransportPaths:
         gpu: GpuIdentity = NO_GPU,
         memories: Sequence[ShareableMemory] = (),
     ) -> None:
-        """`device_memory`: as in `DataEndpoint`. `gpu`: that which has the blocks. `memories`: those offered within."""
+        """`device_memory`: as in `DataEndpoint`. `gpu`: that which has the blocks.
+
+        `memories`: those in which blocks are offered to processes of the host.
+        """
         self._transport = transport
         self._gpu = gpu
         self._memories = memories

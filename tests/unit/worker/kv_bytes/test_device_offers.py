@@ -225,7 +225,7 @@ async def test_transfers_wait_for_host_memory_that_others_have_filled(monkeypatc
             assert torch.equal(pair.target.tensor.cpu()[3 * each : 3 * each + 3], pair.source.tensor.cpu()[ids])
 
 
-async def test_a_transfer_that_ends_while_it_waits_for_host_memory_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_transfer_that_ends_while_it_waits_for_host_memory_takes_none() -> None:
     async with pair_of(**STAGED) as pair:
         stage, ticket = pair.offers[0].staged, await pair.grant(8, 2)
         assert isinstance(stage, StagedOffers)
