@@ -22,6 +22,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.device_runner import DeviceRunner
+from pdserve.engine.graph_shapes import GraphShapes, decode_shape
 from pdserve.engine.graphs import CudaRecorder, DeviceDecoder, GraphConfig
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import ReportLayers, Results
@@ -93,10 +94,13 @@ def _engine(setting: Setting, batch: int, length: int, num_passing: int) -> tupl
     graphs = None
     if setting.has_graphs:
         graphs = GraphConfig(
-            recorder=CudaRecorder(), max_num_seqs=batch, max_blocks=max_blocks, vocab_size=shape.vocab_size
+            recorder=CudaRecorder(),
+            shapes=GraphShapes(at_start=(decode_shape(batch, max_blocks),)),
+            vocab_size=shape.vocab_size,
         )
     decoder = DeviceDecoder(_Kernel(setting.decoder(deterministic=True)), setting.device, graphs)
     kv_cache = KvCache(layout, pool.num_blocks, setting.device)
+    decoder.record_next(kv_cache.tensor, is_idle=False)
     runner = _TimedRunner(decoder, kv_cache, DeviceSampler(setting.device), num_passing)
     return DecodeScheduler(pool, config), runner
 

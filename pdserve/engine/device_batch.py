@@ -48,6 +48,10 @@ class BatchShape:
         """Whether each sequence has one row, whose logits are requested."""
         return self.num_tokens == self.num_sequences == self.num_logits
 
+    def has_space_for(self, other: BatchShape) -> bool:
+        """Whether a decode step of the other shape can be padded to this one."""
+        return self.num_sequences >= other.num_sequences and self.num_blocks >= other.num_blocks
+
     def views(self, memory: Tensor) -> Batch:
         """A batch whose fields follow each other in `memory`, int64 [num_elements] or more."""
         fields, first = {}, 0
@@ -63,8 +67,23 @@ class BatchShape:
         yield "slot_mapping", self.num_tokens
         yield "query_starts", self.num_sequences + 1
         yield "context_lens", self.num_sequences
-        yield "block_tables", self.num_sequences * self.num_blocks
         yield "logits_rows", self.num_logits
+        # The last one: its size does not change where the others are.
+        yield "block_tables", self.num_sequences * self.num_blocks
+
+
+def empty_batch() -> Batch:
+    """A batch without sequences, to be padded."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return Batch(
+        token_ids=none,
+        positions=none,
+        slot_mapping=none,
+        query_starts=torch.zeros(1, dtype=torch.int64),
+        context_lens=none,
+        block_tables=none.view(0, 0),
+        logits_rows=none,
+    )
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.decoder import LayerListener
 from pdserve.engine.device_rows import stand_in
 from pdserve.engine.mask_threads import sampled_but
-from pdserve.engine.runner import ReportLayers, Results, Runner, StepCache, TokenSampler
+from pdserve.engine.runner import RecordNext, ReportLayers, Results, Runner, StepCache, TokenSampler
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.engine.step import StepPlan
 from pdserve.model.batch import Batch
@@ -82,8 +82,15 @@ class DeviceRunner(Runner):
     _decoder: NonBlockingDecoder
     _sampler: NonBlockingSampler
 
-    def __init__(self, decoder: NonBlockingDecoder, kv_cache: StepCache, sampler: NonBlockingSampler) -> None:
-        super().__init__(decoder, kv_cache, sampler)
+    def __init__(
+        self,
+        decoder: NonBlockingDecoder,
+        kv_cache: StepCache,
+        sampler: NonBlockingSampler,
+        *,
+        record_next: RecordNext | None = None,
+    ) -> None:
+        super().__init__(decoder, kv_cache, sampler, record_next=record_next)
         self._last: _LastStep | None = None
 
     def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:

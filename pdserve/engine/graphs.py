@@ -1,35 +1,29 @@
 """Decode steps replayed from CUDA graphs: one launch each instead of hundreds, for which a GPU would wait.
 
 A graph has fixed shapes and addresses, so decode batches are padded to one of a few shapes. The bits of a row do not
-depend on padding. Source: NVIDIA, CUDA C++ Programming Guide, "CUDA Graphs".
+depend on padding. No step is recorded while a request waits for it: one whose shape is not recorded yet takes a larger
+graph. Source: NVIDIA, CUDA C++ Programming Guide, "CUDA Graphs".
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.decoder import LayerListener
-from pdserve.engine.device_batch import BatchShape, DeviceBatches, current
+from pdserve.engine.device_batch import BatchShape, DeviceBatches, current, empty_batch
+from pdserve.engine.graph_shapes import GraphShapes, decode_shape
 from pdserve.engine.runner import StepDecoder
 from pdserve.model.batch import Batch
 
-#: Maximum number of graphs: all shapes of up to 256 sequences of up to 2,048 blocks. Each graph takes a few MiB in
-#: addition to the memory that all share.
-MAX_GRAPHS = 144
-#: Smallest padded width of block tables; larger ones are powers of two.
-_MIN_BLOCKS = 16
-#: Up to this many sequences, batches are padded to a power of two; beyond, to a multiple of it.
-_STEP = 8
-#: Beyond this many sequences, batches are padded to a multiple of `_LARGE_STEP`.
-_LARGE, _LARGE_STEP = 64, 32
-
 Compute = Callable[[], Tensor]
+
+#: Rows of a product that take the time of one.
+_ROWS_OF_TILE = 64
 
 
 class Recorder(Protocol):
@@ -69,16 +63,12 @@ class CudaRecorder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphConfig:
-    """How decode steps are recorded, and the largest batch that is replayed."""
+    """Which decode steps are recorded, and how."""
 
     recorder: Recorder
-    #: Sequences of the largest batch.
-    max_num_seqs: int
-    #: Blocks of its longest sequence.
-    max_blocks: int
+    shapes: GraphShapes
     #: Columns of the logits.
     vocab_size: int
-    max_graphs: int = MAX_GRAPHS
 
 
 class DeviceDecoder:
@@ -107,10 +97,18 @@ class DeviceDecoder:
         not call `on_layer`. Batches for hidden states are not replayed.
         """
         with self._on_device:
-            shape = BatchShape.of(batch)
-            if self._graphs is None or batch.hidden_only or not self._graphs.has_graph_for(shape):
+            graph = None if self._graphs is None else self._graphs.find(batch, kv_cache)
+            if self._graphs is None or graph is None:
                 return self._decoder.forward(self._batches.upload(batch, token_ids=token_ids), kv_cache, on_layer)
-            return self._graphs.replay(batch, shape, kv_cache, token_ids)
+            return self._graphs.replay(graph, batch, token_ids)
+
+    def record_next(self, kv_cache: Tensor, *, is_idle: bool) -> bool:
+        """Record one more graph, for steps on this cache; whether any was left. No step may be in flight.
+
+        `is_idle`: also one that is not needed at the start. Raises `torch.OutOfMemoryError`.
+        """
+        with self._on_device:
+            return self._graphs is not None and self._graphs.record_next(kv_cache, is_idle=is_idle)
 
     def drop_graphs(self) -> None:
         """Release what the graphs captured, before which a process group cannot end. No step may be in flight."""
@@ -119,57 +117,73 @@ class DeviceDecoder:
 
 
 class _DecodeGraphs:
-    """Records a graph for each padded shape at its first use, and replays it from then on."""
+    """Graphs of decode steps on one KV cache, by their padded shapes."""
 
     def __init__(self, decoder: StepDecoder, device: torch.device, config: GraphConfig) -> None:
         self._decoder = decoder
         self._config = config
-        self._largest = largest = decode_shape(config.max_num_seqs, config.max_blocks)
-        # Graphs contain the address of this memory: it must never grow.
+        largest = config.shapes.largest
+        # Graphs contain the addresses of these: they must never grow.
         self._batches = DeviceBatches(device, largest.num_elements)
-        self._replays: OrderedDict[tuple[BatchShape, int], Compute] = OrderedDict()
+        self._tables = torch.zeros(largest.num_sequences * largest.num_blocks, dtype=torch.int64, device=device)
         # One buffer for the results of all graphs, which cannot share their own, because logits are large.
         self._logits = torch.empty(largest.num_logits, config.vocab_size, dtype=torch.float32, device=device)
+        self._replays: dict[BatchShape, Compute] = {}
+        #: The graph that takes each padded shape.
+        self._taking: dict[BatchShape, BatchShape] = {}
+        #: Address of the cache that the graphs contain.
+        self._cache_at = 0
 
-    def has_graph_for(self, shape: BatchShape) -> bool:
-        """Whether batches of this shape are replayed."""
-        return shape.is_decode_only and shape.num_sequences <= self._config.max_num_seqs
-
-    def replay(self, batch: Batch, shape: BatchShape, kv_cache: Tensor, token_ids: Tensor | None) -> Tensor:
-        """The logits of the batch, whose shape has a graph."""
+    def find(self, batch: Batch, kv_cache: Tensor) -> BatchShape | None:
+        """Shape of the cheapest graph that can take the batch; None: none can."""
+        shape = BatchShape.of(batch)
+        if batch.hidden_only or not shape.is_decode_only or kv_cache.data_ptr() != self._cache_at:
+            return None
         padded = decode_shape(shape.num_sequences, shape.num_blocks)
-        if not self._replays and padded != self._largest:
-            # The largest one comes first: its memory is enough for all others, in whichever order they are recorded.
-            self._record(self._batches.upload(batch, self._largest, token_ids), self._largest, kv_cache)
-        uploaded = self._batches.upload(batch, padded, token_ids)
-        key = (padded, kv_cache.data_ptr())
-        replay = self._replays.get(key) or self._record(uploaded, padded, kv_cache)
-        self._replays.move_to_end(key)
-        return replay()[: shape.num_sequences]
+        taking = self._taking.get(padded)
+        if taking is None:
+            taking = min((each for each in self._replays if each.has_space_for(padded)), key=_cost, default=None)
+            if taking is not None:
+                self._taking[padded] = taking
+        return taking
+
+    def replay(self, graph: BatchShape, batch: Batch, token_ids: Tensor | None) -> Tensor:
+        """The logits of the batch, computed by the graph of that shape."""
+        num_sequences, num_blocks = batch.block_tables.shape
+        # The padding of a table is never read, and may be large: it stays here.
+        uploaded = self._batches.upload(batch, replace(graph, num_blocks=num_blocks), token_ids)
+        self._tables_of(graph)[:num_sequences, :num_blocks] = uploaded.block_tables[:num_sequences]
+        return self._replays[graph]()[:num_sequences]
+
+    def record_next(self, kv_cache: Tensor, *, is_idle: bool) -> bool:
+        """As `DeviceDecoder.record_next`."""
+        shapes = self._config.shapes
+        due = (*shapes.at_start, *shapes.when_idle) if is_idle else shapes.at_start
+        shape = next((each for each in due if each not in self._replays), None)
+        if shape is None:
+            return False
+        assert kv_cache.data_ptr() == self._cache_at or not self._replays
+        self._cache_at = kv_cache.data_ptr()
+        padding = self._batches.upload(empty_batch(), shape)
+        batch = replace(padding, block_tables=self._tables_of(shape))
+        self._replays[shape] = self._config.recorder.record(lambda: self._compute(batch, kv_cache))
+        self._taking.clear()
+        return True
 
     def clear(self) -> None:
         """Drop all graphs."""
         self._replays.clear()
+        self._taking.clear()
 
-    def _record(self, uploaded: Batch, shape: BatchShape, kv_cache: Tensor) -> Compute:
-        replay = self._config.recorder.record(lambda: self._compute(uploaded, kv_cache))
-        self._replays[shape, kv_cache.data_ptr()] = replay
-        if len(self._replays) > self._config.max_graphs:
-            self._replays.popitem(last=False)
-        return replay
+    def _tables_of(self, shape: BatchShape) -> Tensor:
+        """The block tables in a graph: int64 [num_sequences, num_blocks]."""
+        return self._tables[: shape.num_sequences * shape.num_blocks].view(shape.num_sequences, shape.num_blocks)
 
-    def _compute(self, uploaded: Batch, kv_cache: Tensor) -> Tensor:
-        return self._logits[: len(uploaded.logits_rows)].copy_(self._decoder.forward(uploaded, kv_cache))
+    def _compute(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+        return self._logits[: len(batch.logits_rows)].copy_(self._decoder.forward(batch, kv_cache))
 
 
-def decode_shape(num_sequences: int, num_blocks: int) -> BatchShape:
-    """The padded shape for `num_sequences` sequences with block tables of width `num_blocks`."""
-    step = _LARGE_STEP if num_sequences > _LARGE else _STEP
-    rows = -(-num_sequences // step) * step if num_sequences > _STEP else _power_of_two(num_sequences)
-    return BatchShape(
-        num_tokens=rows, num_sequences=rows, num_logits=rows, num_blocks=max(_MIN_BLOCKS, _power_of_two(num_blocks))
-    )
-
-
-def _power_of_two(minimum: int) -> int:
-    return 1 << max(0, minimum - 1).bit_length()
+def _cost(shape: BatchShape) -> tuple[int, int, int]:
+    """Orders graphs by their time for the same step: row tiles of products, then programs of attention."""
+    num_rows = shape.num_sequences
+    return -(-num_rows // _ROWS_OF_TILE), num_rows * shape.num_blocks, shape.num_blocks

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any, Generic, TypeVar
@@ -85,6 +86,7 @@ class StepLoop:
         published by then.
         """
         self._scheduler = scheduler
+        self._prepare = partial(runner.prepare, is_idle=True)
         self._stepper = Stepper(scheduler, runner, publish, on_layers)
         self._on_fatal = on_fatal
         self._config = config or LoopConfig()
@@ -215,6 +217,8 @@ class StepLoop:
             return
 
     def _next_call(self) -> _Call[Any]:
+        while self._calls.empty() and self._prepare():
+            self._awake_since = perf_counter()
         try:
             return self._calls.get_nowait()
         except Empty:

@@ -10,12 +10,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kernels.decoder import Interrupt, LayerListener
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
+from pdserve.base.logs import get_logger
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.batching import BatchBuilder
 from pdserve.engine.mask_threads import MaskThreads, sampled_but
@@ -23,8 +25,12 @@ from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.engine.step import LayersWritten, StepPlan
 from pdserve.model.batch import Batch
 
+log = get_logger(__name__)
+
 #: Waits until a step has ended, and returns a result for each of its samples, in order. To be called once.
 Results = Callable[[], list[SampleResult]]
+#: Records one more graph of decode steps; whether any was left. The argument is `is_idle` of `Runner.prepare`.
+RecordNext = Callable[[bool], bool]
 #: Receives the reports of a plan during its forward pass.
 ReportLayers = Callable[[LayersWritten], None]
 
@@ -74,15 +80,27 @@ class Runner:
     overlaps = False
 
     def __init__(
-        self, decoder: StepDecoder, kv_cache: StepCache, sampler: TokenSampler, *, interrupt: Interrupt | None = None
+        self,
+        decoder: StepDecoder,
+        kv_cache: StepCache,
+        sampler: TokenSampler,
+        *,
+        interrupt: Interrupt | None = None,
+        record_next: RecordNext | None = None,
     ) -> None:
-        """`interrupt` ends forward passes of the decoder; None: it runs every pass to its end."""
+        """`interrupt` ends forward passes of the decoder; None: it runs every pass to its end.
+
+        `record_next` None: no step is recorded.
+        """
         self.kv_cache = kv_cache
         self.interrupt = interrupt
         self._decoder = decoder
         self._sampler = sampler
         self._batches = BatchBuilder(kv_cache.layout.block_size)
         self._masks = MaskThreads()
+        self._record_next = record_next
+        #: Everything that is needed at the start has been recorded.
+        self._is_prepared = False
 
     def build(self, plan: StepPlan) -> Batch | None:
         """The model's input, valid until the next call; None for a plan without sequences."""
@@ -131,6 +149,25 @@ class Runner:
         """Compute a batch and sample a token, to trigger all set-up at first use."""
         row = SampleRow(params=SamplingParams(), choice_index=0, tokens=array("q", [0]), num_prompt=1)
         self._sampler.sample(self._decoder.forward(batch, self.kv_cache.tensor), [row], [0])
+
+    def prepare(self, *, is_idle: bool) -> bool:
+        """Record one more kind of step, so that it takes less time; whether any was left. No step may be in flight.
+
+        With `is_idle` also kinds that are not needed at the start, once those are recorded that are. Without memory for
+        one, no more are recorded.
+        """
+        if self._record_next is None or (is_idle and not self._is_prepared):
+            return False
+        try:
+            is_recorded = self._record_next(is_idle)
+        except torch.OutOfMemoryError as error:
+            log.warning("graphs_incomplete", exc=error, remedy="lower --gpu-memory-utilization")
+            self._record_next = None
+            return False
+        self._is_prepared |= not is_recorded
+        if is_idle and not is_recorded:
+            self._record_next = None
+        return is_recorded
 
     def sample(self, plan: StepPlan, logits: Tensor | None) -> list[SampleResult]:
         """One result for each decoding sequence and then for each of the chunks' samples, in order.

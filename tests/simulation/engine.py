@@ -68,6 +68,10 @@ class SimulatedRunner:
     def try_out(self, batch: object) -> None:
         """Nothing to warm up."""
 
+    def prepare(self, *, is_idle: bool) -> bool:
+        """Nothing is recorded."""
+        return False
+
     def settle(self) -> bool:
         """No step is launched ahead."""
         return False

@@ -16,7 +16,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.logs import get_logger
 from pdserve.base.sampling import MAX_N, SamplingParams
 from pdserve.engine.device_batch import BatchShape
-from pdserve.engine.graphs import decode_shape
+from pdserve.engine.graph_shapes import decode_shape
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import TokenSampler
 from pdserve.engine.sequence import SampleRow

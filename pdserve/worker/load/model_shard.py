@@ -16,6 +16,7 @@ from kernels.split import even_slice
 from pdserve.base.layout import KvLayout
 from pdserve.base.logs import get_logger
 from pdserve.engine.cpu_sampler import CpuSampler
+from pdserve.engine.graph_shapes import plan_graphs
 from pdserve.engine.graphs import CudaRecorder, DeviceDecoder, GraphConfig
 from pdserve.engine.job import MAX_SCORED_TOKENS
 from pdserve.engine.kv_cache import KvCache
@@ -62,6 +63,11 @@ class ModelShard:
     step_decoder: Decoder | DeviceDecoder
     #: Blocks with this rank's heads.
     kv_cache: KvCache
+
+    def record_next(self, is_idle: bool) -> bool:
+        """Records one more graph, as `pdserve.engine.runner.RecordNext`."""
+        decoder = self.step_decoder
+        return isinstance(decoder, DeviceDecoder) and decoder.record_next(self.kv_cache.tensor, is_idle=is_idle)
 
     def close(self) -> None:
         """Frees the CUDA graphs, without which the ranks' group cannot end. The last step must have ended."""
@@ -261,8 +267,11 @@ def _step_decoder(plan: LoadPlan, decoder: Decoder) -> Decoder | DeviceDecoder:
     vocab, ranks = decoder.config.vocab_size, plan.ranks
     graphs = GraphConfig(
         recorder=CudaRecorder(),
-        max_num_seqs=max(1, plan.config.max_decoding),
-        max_blocks=-(-decoder.max_model_len // plan.config.block_size),
+        shapes=plan_graphs(
+            max(1, plan.config.max_decoding),
+            -(-decoder.max_model_len // plan.config.block_size),
+            any_width=not plan.config.deterministic,
+        ),
         # Only rank 0 receives the other ranks' columns.
         vocab_size=vocab if ranks.rank == 0 else len(range(vocab)[even_slice(vocab, ranks.rank, ranks.size)]),
     )

@@ -92,6 +92,8 @@ class Follower:
                 if message.kind is MessageKind.FORWARD:
                     on_layer = self._layer_listener(message.number) if message.reports_layers else None
                     self._shard.step_decoder.forward(message.batch(), cache.tensor, on_layer)
+                elif message.kind is MessageKind.RECORD:
+                    self._shard.record_next(bool(message.values[0]))
                 else:
                     assert message.kind is MessageKind.COPY_BLOCKS
                     cache.copy_blocks([(BlockId(a), BlockId(b)) for a, b in message.values.view(-1, 2).tolist()])

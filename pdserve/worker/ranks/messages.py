@@ -52,6 +52,8 @@ class MessageKind(IntEnum):
     WRITE_BLOCKS = 4
     #: The reply to a copy. No values.
     DONE = 5
+    #: Record one more graph. Values: `is_idle` of `pdserve.engine.runner.RecordNext`.
+    RECORD = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,12 @@ class StepWriter:
         """Sends copies between blocks. Raises `OSError` when a follower is gone."""
         values = self._values(MessageKind.COPY_BLOCKS, number, 2 * len(pairs))
         values[:] = torch.tensor(pairs).view(-1)
+        self._send(len(values))
+
+    def record(self, number: int, *, is_idle: bool) -> None:
+        """Sends the recording of a graph. Raises `OSError` when a follower is gone."""
+        values = self._values(MessageKind.RECORD, number, 1)
+        values[0] = int(is_idle)
         self._send(len(values))
 
     def _values(self, kind: MessageKind, number: int, count: int) -> Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kernels.decoder import LayerListener
@@ -22,7 +23,7 @@ from pdserve.base.device_event import DeviceEvent
 from pdserve.base.ids import BlockId
 from pdserve.base.tasks import run_to_completion
 from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.runner import StepCache, StepDecoder, TokenSampler
+from pdserve.engine.runner import RecordNext, StepCache, StepDecoder, TokenSampler
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.model.batch import Batch
 from pdserve.worker.kv_bytes.host_blocks import CacheCopies
@@ -66,6 +67,19 @@ class Rank0:
     def cache(self, own: KvCache) -> StepCache:
         """A cache whose copies include the blocks of all ranks."""
         return _AllRanksCache(self, own)
+
+    def record_next(self, own: RecordNext) -> RecordNext:
+        """Records graphs on all ranks, which must have the same ones: where memory is short, the worker ends."""
+
+        def record(is_idle: bool) -> bool:
+            self._number += 1
+            self._steps.record(self._number, is_idle=is_idle)
+            try:
+                return own(is_idle)
+            except torch.OutOfMemoryError as error:
+                raise RuntimeError(f"No memory for a graph of rank 0: {error}") from error
+
+        return record
 
     def start_copies(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Has the followers copy their blocks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from kernels.choice import KernelChoice
 from kernels.cpu.decoder import Borrowing
 from pdserve.base.layout import KvLayout
+from pdserve.base.logs import get_logger
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.cpu_sampler import CpuSampler
 from pdserve.engine.device_runner import DeviceRunner
@@ -31,6 +33,8 @@ from pdserve.worker.ranks.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from pdserve.engine.device_sampler import DeviceSampler
+
+log = get_logger(__name__)
 
 #: Rows of the warm-up step: enough to take the code paths of a prompt, which the C++ kernels do above 32 rows.
 _WARM_UP_TOKENS = 48
@@ -83,6 +87,7 @@ def _load_with_ranks(config: WorkerConfig, device: torch.device) -> LoadedModel:
             group.rank0.decoder(shard.step_decoder),
             group.rank0.cache(shard.kv_cache),
             group.rank0.sampler(open_sampler(shard.decoder)),
+            record_next=group.rank0.record_next(shard.record_next),
         )
         loaded = _loaded(shard, runner, rank_group=group)
         stack.pop_all()
@@ -111,7 +116,7 @@ def _loaded(
 
 def _runner(shard: ModelShard, sampler: Sampler | CpuSampler | DeviceSampler) -> Runner:
     if isinstance(shard.step_decoder, DeviceDecoder) and not isinstance(sampler, Sampler | CpuSampler):
-        return DeviceRunner(shard.step_decoder, shard.kv_cache, sampler)
+        return DeviceRunner(shard.step_decoder, shard.kv_cache, sampler, record_next=shard.record_next)
     return Runner(shard.step_decoder, shard.kv_cache, sampler, interrupt=shard.decoder.interrupt)
 
 
@@ -124,7 +129,8 @@ def _borrowing(config: WorkerConfig, leases: CoreLeases | None) -> Borrowing | N
 def warm_up(loaded: LoadedModel) -> None:
     """Computes one prompt chunk and one decode row, so that no request pays for page faults, compiling or lazy set-up.
 
-    Runs on the step thread before anything else. It overwrites the first blocks, which are free then.
+    Then records the graphs that are needed first. Runs on the step thread before anything else. It overwrites the first
+    blocks, which are free then.
     """
     populate_head(loaded.kv_cache.memory)
     block_size = loaded.layout.block_size
@@ -141,3 +147,8 @@ def warm_up(loaded: LoadedModel) -> None:
             logits_rows=torch.tensor([num_tokens - 1]),
         )
         loaded.runner.try_out(batch)
+    started_at, num_graphs = perf_counter(), 0
+    while loaded.runner.prepare(is_idle=False):
+        num_graphs += 1
+    if num_graphs:
+        log.info("graphs_recorded", count=num_graphs, seconds=round(perf_counter() - started_at, 3))

@@ -17,6 +17,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.device_runner import DeviceRunner
+from pdserve.engine.graph_shapes import plan_graphs
 from pdserve.engine.graphs import DeviceDecoder, GraphConfig
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.loop import StepLoop
@@ -145,9 +146,10 @@ def prompt(*token_ids: int) -> StepPlan:
 def test_a_device_reports_layers_of_launched_steps_but_not_of_replayed_ones() -> None:
     cache, recorder, reported = CacheWithEvents(), Recorder(), list[LayersWritten]()
     decoder = DeviceDecoder(
-        Layered(), CPU, GraphConfig(recorder=recorder, max_num_seqs=1, max_blocks=1, vocab_size=VOCAB)
+        Layered(), CPU, GraphConfig(recorder=recorder, shapes=plan_graphs(1, 1, any_width=False), vocab_size=VOCAB)
     )
     runner = DeviceRunner(decoder, cache, BlockingSampler())
+    assert decoder.record_next(cache.tensor, is_idle=False)
 
     def first_token(*token_ids: int) -> list[int]:
         plan = prompt(*token_ids)
@@ -157,9 +159,8 @@ def test_a_device_reports_layers_of_launched_steps_but_not_of_replayed_ones() ->
     assert first_token(5, 6) == expected([5, 6], GREEDY, 0, limits())
     at_2, at_3 = cache.events
     assert reported == [replace(report(A, 2), ready_event=at_2), replace(report(A, 3), ready_event=at_3)]
-    assert recorder.num_recorded == 0
     reported.clear()
-    for token_id in (7, 8):  # A single row is recorded, then replayed.
+    for token_id in (7, 8):  # A single row is replayed.
         assert first_token(token_id) == expected([token_id], GREEDY, 0, limits())
     assert recorder.num_recorded == 1
     assert reported == []

@@ -198,6 +198,57 @@ def test_a_step_is_published_before_a_later_call_runs() -> None:
     assert num_published == [2]
 
 
+class Graphs:
+    """Two graphs for the start and three others, each of which waits for a permit."""
+
+    def __init__(self) -> None:
+        self.started: SimpleQueue[bool] = SimpleQueue()
+        self.permits = threading.Semaphore(0)
+        self.num_recorded = 0
+
+    def record_next(self, is_idle: bool) -> bool:
+        if self.num_recorded == (5 if is_idle else 2):
+            return False
+        self.started.put(is_idle)
+        assert self.permits.acquire(timeout=WAIT_S)
+        self.num_recorded += 1
+        return True
+
+
+def test_graphs_are_recorded_while_nothing_else_is_to_be_done() -> None:
+    graphs = Graphs()
+    runner = Runner(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler(), record_next=graphs.record_next)
+    with rig(runner=runner) as it:
+        assert not it.loop.call(lambda: graphs.num_recorded).result(WAIT_S)  # Those of the start come first.
+        graphs.permits.release(2)
+        it.loop.call(lambda: [runner.prepare(is_idle=False) for _ in range(3)]).result(WAIT_S)
+        assert [graphs.started.get(timeout=WAIT_S) for _ in range(3)] == [False, False, True]
+        # A call waits for the graph that is being recorded, and for no other one.
+        call = it.loop.call(lambda: graphs.num_recorded)
+        graphs.permits.release()
+        assert call.result(WAIT_S) == 3
+        assert graphs.started.get(timeout=WAIT_S)
+        graphs.permits.release(2)
+        it.submit([1, 2, 3])
+        assert it.tokens() == expected([1, 2, 3], PARAMS, 0, limits())
+        assert graphs.started.get(timeout=WAIT_S)
+        it.loop.call(lambda: None).result(WAIT_S)
+        assert graphs.num_recorded == 5
+
+
+def test_a_thread_that_hangs_while_it_records_is_seen_to_stall() -> None:
+    graphs = Graphs()
+    runner = Runner(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler(), record_next=graphs.record_next)
+    graphs.permits.release(2)
+    while runner.prepare(is_idle=False):
+        pass
+    with rig(runner=runner) as it:
+        assert [graphs.started.get(timeout=WAIT_S) for _ in range(3)] == [False, False, True]
+        assert it.loop.is_awake
+        assert it.loop.stalled_s > 0
+        graphs.permits.release(3)
+
+
 class Broken(FakeDecoder):
     def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         raise RuntimeError("the accelerator fell off the bus")

@@ -18,15 +18,17 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.device_sampler import DeviceSampler
+from pdserve.engine.graph_shapes import plan_graphs
 from pdserve.engine.graphs import Compute, CudaRecorder, DeviceDecoder, GraphConfig, Recorder
-from pdserve.engine.runner import StepDecoder, TokenSampler
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.runner import Runner, StepDecoder, TokenSampler
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence_limits import SequenceLimits
 from pdserve.model.decoder import Decoder
 from tests.property.model.tiny_models import Fields, make_decoder
 from tests.unit.engine.fakes import KEY, Worker
 
-BLOCK_SIZE = 16
+BLOCK_SIZE, NUM_BLOCKS = 16, 40
 ALWAYS = 2**32 - 1
 BOUNDS = SequenceLimits(max_model_len=128, vocab_size=97, eos_token_ids=frozenset({2}))
 FIELDS: Fields = {
@@ -59,12 +61,20 @@ def recorder() -> Recorder:
     return CudaRecorder() if HAS_GPU else Again()
 
 
-def tokens_of(
-    decoder: StepDecoder, sampler: TokenSampler, model: Decoder, device: torch.device, *, together: bool
-) -> dict[tuple[int, int], list[int]]:
-    """The tokens of every choice of every request, computed in one batch in chunks of 10, or each request alone."""
+def recording(model: Decoder) -> tuple[DeviceDecoder, KvCache]:
+    """A decoder that has recorded all graphs, for steps on the cache."""
+    cache = KvCache(layout_of(model), NUM_BLOCKS, DEVICE)
+    graphs = GraphConfig(recorder=recorder(), shapes=plan_graphs(8, 8, any_width=False), vocab_size=97)
+    decoder = DeviceDecoder(model, DEVICE, graphs)
+    with torch.inference_mode():
+        while decoder.record_next(cache.tensor, is_idle=True):
+            pass
+    return decoder, cache
+
+
+def layout_of(model: Decoder) -> KvLayout:
     config = model.config
-    layout = KvLayout.uniform(
+    return KvLayout.uniform(
         model="tiny",
         dtype="float32",
         block_size=BLOCK_SIZE,
@@ -72,15 +82,24 @@ def tokens_of(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
     )
+
+
+def tokens_of(
+    decoder: StepDecoder, sampler: TokenSampler, model: Decoder, *, cache: KvCache | None = None, together: bool
+) -> dict[tuple[int, int], list[int]]:
+    """The tokens of every choice of every request, computed in one batch in chunks of 10, or each request alone.
+
+    `cache` None: in a new one on the CPU.
+    """
     tokens = {}
     for batch in [range(3)] if together else [range(index, index + 1) for index in range(3)]:
-        pool = BlockPool(40, BLOCK_SIZE)
+        pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
         scheduler = DecodeScheduler(
             pool, DecodeSchedulerConfig(limits=BOUNDS, max_num_batched_tokens=10 if together else 99)
         )
-        worker = Worker(
-            pool=pool, scheduler=scheduler, decoder=decoder, kv_layout=layout, sampler=sampler, device=device
-        )
+        worker = Worker(pool=pool, scheduler=scheduler, decoder=decoder, kv_layout=layout_of(model), sampler=sampler)
+        if cache is not None:
+            worker.cache, worker.runner = cache, Runner(decoder, cache, sampler)
         for index in batch:
             scheduler.reserve(
                 DecodeJob(
@@ -100,10 +119,8 @@ def tokens_of(
 
 def test_a_batch_on_the_device_gives_the_tokens_of_each_request_alone_on_the_host() -> None:
     reference = make_decoder(FIELDS, KernelOptions(backend=Backend.REFERENCE), torch.float32)
-    expected = tokens_of(reference, Sampler(), reference, torch.device("cpu"), together=False)
+    expected = tokens_of(reference, Sampler(), reference, together=False)
     model = make_decoder(FIELDS, KernelOptions(backend=Backend.TRITON), torch.float32, device=DEVICE)
-    replaying = DeviceDecoder(
-        model, DEVICE, GraphConfig(recorder=recorder(), max_num_seqs=8, max_blocks=8, vocab_size=97)
-    )
-    assert tokens_of(replaying, DeviceSampler(DEVICE), model, DEVICE, together=True) == expected
+    replaying, cache = recording(model)
+    assert tokens_of(replaying, DeviceSampler(DEVICE), model, cache=cache, together=True) == expected
     assert [len(tokens) for tokens in expected.values()] == [5, 4, 4, 5]

@@ -13,9 +13,8 @@ pytest.importorskip("triton")
 
 from kernels.choice import Backend, KernelOptions
 from pdserve.engine.device_sampler import DeviceSampler
-from pdserve.engine.graphs import CudaRecorder, DeviceDecoder, GraphConfig
 from tests.property.model.tiny_models import make_decoder
-from tests.unit.engine.test_step_on_device import FIELDS, tokens_of
+from tests.unit.engine.test_step_on_device import FIELDS, recording, tokens_of
 
 pytestmark = gpu_only
 
@@ -36,10 +35,8 @@ def test_prompts_and_graphs_are_computed_without_hidden_waits(request: pytest.Fi
     # One layer: each kernel of a step is launched, and a simulated GPU takes its time for each.
     fields = FIELDS | {"num_hidden_layers": 1}
     model = make_decoder(fields, KernelOptions(backend=Backend.TRITON), torch.float32, device=DEVICE)
-    replaying = DeviceDecoder(
-        model, DEVICE, GraphConfig(recorder=CudaRecorder(), max_num_seqs=8, max_blocks=8, vocab_size=97)
-    )
+    replaying, cache = recording(model)
     sampler = DeviceSampler(DEVICE)
-    first = tokens_of(replaying, sampler, model, DEVICE, together=True)  # Compiling and capturing wait.
+    first = tokens_of(replaying, sampler, model, cache=cache, together=True)  # Compiling waits.
     request.getfixturevalue("no_hidden_waits")
-    assert tokens_of(replaying, sampler, model, DEVICE, together=True) == first
+    assert tokens_of(replaying, sampler, model, cache=cache, together=True) == first

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import cast
 
@@ -133,7 +134,9 @@ class StartedFollower:
     def __init__(self, stack: ExitStack) -> None:
         self.decoder, self.cache = HeldDecoder(), Cache()
         self.stage = torch.zeros(3 * LAYOUT.block_bytes, dtype=torch.uint8)
-        shard = cast(ModelShard, SimpleNamespace(step_decoder=self.decoder, kv_cache=self.cache))
+        self.recorded: SimpleQueue[bool] = SimpleQueue()
+        members = SimpleNamespace(step_decoder=self.decoder, kv_cache=self.cache, record_next=self.recorded.put)
+        shard = cast(ModelShard, members)
         rank = Follower(shard, Stage(self.stage, LAYOUT, torch.float32), CPU)
         steps, their_steps = socket.socketpair()
         self.copies, their_copies = socket.socketpair()
@@ -160,6 +163,9 @@ class StartedFollower:
             logits_rows=row,
         )
         self._steps.forward(number, batch, reports_layers=reports_layers)
+
+    def record(self, number: int, *, is_idle: bool) -> None:
+        self._steps.record(number, is_idle=is_idle)
 
     def request(self, kind: MessageKind, after: StepPosition, layers: slice = slice(0, 2)) -> None:
         copy = CopyRequest(bundles=[[BlockId(1)]], slots=[2], layers=layers, after=after)
@@ -204,6 +210,17 @@ def test_a_block_is_read_after_its_step_has_ended(follower: StartedFollower) -> 
     follower.decoder.may_end.set()
     assert follower.reply() == (MessageKind.DONE, 1)
     assert follower.read_back() == [1, 2]
+
+
+def test_a_graph_is_recorded_between_steps(follower: StartedFollower) -> None:
+    for held in (*follower.decoder.may_write, follower.decoder.may_end):
+        held.set()
+    for number, is_idle in ((1, False), (3, True)):
+        follower.record(number, is_idle=is_idle)
+        assert follower.recorded.get(timeout=DEADLINE_S) is is_idle
+        follower.start(number + 1)
+    follower.request(MessageKind.READ_BLOCKS, StepPosition(4))
+    assert follower.reply() == (MessageKind.DONE, 4)
 
 
 def test_a_layer_is_read_as_soon_as_it_is_written(follower: StartedFollower) -> None:

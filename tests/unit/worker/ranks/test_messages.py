@@ -72,6 +72,15 @@ def test_flags_of_a_step_arrive(reports_layers: bool, hidden_only: bool) -> None
         assert (message.reports_layers, message.batch().hidden_only) == (reports_layers, hidden_only)
 
 
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_graph_to_record_arrives(is_idle: bool) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        StepWriter([ours]).record(3, is_idle=is_idle)
+        message = received(MessageReader(theirs))
+        assert (message.kind, message.number, message.values.tolist()) == (MessageKind.RECORD, 3, [int(is_idle)])
+
+
 def test_small_messages_may_be_sent_together() -> None:
     ours, theirs = socket.socketpair()
     with theirs:

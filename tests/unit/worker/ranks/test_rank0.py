@@ -19,7 +19,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.worker.kv_bytes.stage import Stage
-from pdserve.worker.ranks.messages import StepPosition
+from pdserve.worker.ranks.messages import MessageKind, MessageReader, StepPosition
 from pdserve.worker.ranks.rank0 import Rank0, RankCopies
 
 
@@ -67,6 +67,30 @@ def test_tokens_sampled_without_a_rank_are_not_reported(ends: str) -> None:
     with pytest.raises(PeerLost, match="rank 1 is lost"):
         sampler.wait_for_step() if ends == "wait_for_step" else sampler.sample(torch.zeros(1, 9), [], [0])
     assert rank0.ended == StepPosition(0)
+
+
+def test_all_ranks_record_the_same_graphs() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        followers = Followers()
+        followers.steps = [ours]
+        reader, recorded = MessageReader(theirs), list[bool]()
+
+        def own(is_idle: bool) -> bool:
+            recorded.append(is_idle)
+            if is_idle:
+                raise torch.OutOfMemoryError
+            return True
+
+        record_next = Rank0(followers).record_next(own)
+        assert record_next(False)
+        # The others have one graph more then, which exchanges results with none of rank 0.
+        with pytest.raises(RuntimeError, match="No memory for a graph of rank 0"):
+            record_next(True)
+        for is_idle in recorded:
+            message = reader.receive()
+            assert message is not None
+            assert (message.kind, message.values.tolist()) == (MessageKind.RECORD, [int(is_idle)])
 
 
 @pytest.mark.parametrize("ends", ["sample", "wait_for_step"])
