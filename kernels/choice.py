@@ -82,6 +82,8 @@ class KernelChoice:
     reason: str = ""
     #: "deterministic" or "fast" with Triton, else "".
     mode: str = ""
+    #: Whether deterministic Triton kernels take larger tiles for many rows.
+    tall_tiles: bool = False
     #: Cores of other processes that it may borrow.
     borrow_cpus: tuple[int, ...] = ()
 
@@ -219,14 +221,18 @@ def _open_triton(
     from kernels.triton.decoder import TritonDecoder
     from kernels.triton.decoder import unsupported as unsupported_by_triton
     from kernels.triton.ops import TritonOps
+    from kernels.triton.tile_check import tall_tiles_agree
 
     limit = unsupported_by_triton(shape)
     if limit:
         raise KernelsUnavailable(f"the Triton kernels cannot run: {limit}; --kernels reference can.")
-    ops, kv_scales = TritonOps(deterministic=options.deterministic), _on_device(options.kv_scales, weights)
+    mode = "deterministic" if options.deterministic else "fast"
+    tall_tiles = options.deterministic and device.type == "cuda" and tall_tiles_agree(shape, weights.norm.dtype, device)
+    ops = TritonOps(deterministic=options.deterministic, tall_tiles=tall_tiles)
+    kv_scales = _on_device(options.kv_scales, weights)
     return OpenedDecoder(
         kernel=TritonDecoder(ops, shape, weights, cos_sin, ranks, kv_scales=kv_scales),
-        choice=KernelChoice(backend=Backend.TRITON, mode="deterministic" if options.deterministic else "fast"),
+        choice=KernelChoice(backend=Backend.TRITON, mode=mode, tall_tiles=tall_tiles),
     )
 
 

@@ -100,6 +100,7 @@ def _measures(setting: Setting) -> Mapping[str, Callable[[], Finding]]:
         "prefill": partial(model_rows.prefill_step, setting),
         "transformers": partial(transformers_peer.throughput, setting),
         "deterministic": partial(model_rows.deterministic_step, setting),
+        "deterministic-prefill": partial(model_rows.deterministic_prefill, setting),
         "handover": partial(block_rows.handover, setting),
         "handover-exposed": partial(block_rows.exposed, setting),
         "handover-128": partial(block_rows.short_handover, setting),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -46,7 +47,17 @@ def prefill_step(setting: Setting) -> Measured:
 
 def deterministic_step(setting: Setting) -> Measured:
     """The same decode step in both modes."""
-    spans = [(1, setting.sizes.step_context)] * setting.sizes.batch
-    fast = setting.measure(*setting.step(spans), in_graph=True)
-    exact = setting.measure(*setting.step(spans, deterministic=True), in_graph=True)
-    return Measured(samples_ms=exact.samples_ms, against_ms=fast.samples_ms, work=exact.work, how=exact.how)
+    return _in_both_modes(setting, [(1, setting.sizes.step_context)] * setting.sizes.batch, in_graph=True)
+
+
+def deterministic_prefill(setting: Setting) -> Measured:
+    """The same prompt in both modes, in one chunk."""
+    tokens = setting.sizes.prefill_tokens
+    measured = _in_both_modes(setting, [(tokens, tokens)], in_graph=False)
+    return replace(measured, how=f"{measured.how}, {'tall' if setting.has_tall_tiles else 'flat'} tiles")
+
+
+def _in_both_modes(setting: Setting, spans: Spans, *, in_graph: bool) -> Measured:
+    fast = setting.measure(*setting.step(spans), in_graph=in_graph)
+    exact = setting.measure(*setting.step(spans, deterministic=True), in_graph=in_graph)
+    return replace(exact, against_ms=fast.samples_ms)

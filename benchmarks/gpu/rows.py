@@ -205,6 +205,12 @@ ROWS: tuple[Row, ...] = (
         bound=1.4,
     ),
     Row(
+        key="deterministic-prefill",
+        what="deterministic mode, prefill of 8k tokens: against fast mode",
+        figure=Figure.TIMES_SLOWER,
+        bound=1.1,
+    ),
+    Row(
         key="handover",
         what="KV handover of 8k tokens (1 GiB) between two processes on the GPU",
         figure=Figure.GB_PER_S,

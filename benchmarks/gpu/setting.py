@@ -14,7 +14,7 @@ from benchmarks.gpu.rows import Measured
 from kernels.bench.inputs import BLOCK_SIZE, blocks_of, kv_rows, rotations
 from kernels.bench.shapes import LLAMA_8B, random_weights
 from kernels.bench.work import Spans, Work, decoder_work
-from kernels.choice import Backend, KernelOptions, open_decoder
+from kernels.choice import Backend, KernelOptions, OpenedDecoder, open_decoder
 from kernels.decoder import DecoderKernel, DecoderShape, DecoderWeights
 from kernels.ops import KvRows, PagedKv
 from kernels.reference.paged_kv import ReferencePagedKv
@@ -91,7 +91,7 @@ class Setting:
         self.sizes = sizes
         self.device = device
         self.clock = Clock(device, sizes.repeats)
-        self._decoders: dict[bool, DecoderKernel] = {}
+        self._decoders: dict[bool, OpenedDecoder] = {}
 
     @property
     def shape(self) -> DecoderShape:
@@ -117,9 +117,14 @@ class Setting:
                 options = KernelOptions(backend=Backend(self.backend), deterministic=deterministic)
             max_tokens = max(self.sizes.long_context, self.sizes.prefill_tokens)
             angles = rotations(self.shape, max_tokens, self.device)
-            opened = open_decoder(options, self.shape, self.weights, angles)
-            self._decoders[deterministic] = opened.kernel
-        return self._decoders[deterministic]
+            self._decoders[deterministic] = open_decoder(options, self.shape, self.weights, angles)
+        return self._decoders[deterministic].kernel
+
+    @property
+    def has_tall_tiles(self) -> bool:
+        """Whether deterministic kernels take tiles of 128 rows, since this GPU computes the same bits with them."""
+        opened = self._decoders.get(True)
+        return opened is not None and opened.choice.tall_tiles
 
     def paged_kv(self, rows: KvRows, kv_cache: Tensor) -> PagedKv:
         """View of the cache for one step, in fast mode."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -87,19 +87,22 @@ class AttentionSizes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def choose_launches(sizes: AttentionSizes, *, deterministic: bool) -> AttentionLaunches:
-    """The launch parameters for shapes, in deterministic or fast mode."""
+def choose_launches(sizes: AttentionSizes, *, deterministic: bool, tall_tiles: bool = False) -> AttentionLaunches:
+    """The launch parameters for shapes, in deterministic or fast mode.
+
+    `tall_tiles`: deterministic prefill takes tiles of more rows than decode, on GPUs where this changes no bit.
+    """
     if deterministic:
         launch = _deterministic_launch(sizes)
-        return AttentionLaunches(decode=launch, prefill=launch)
+        return AttentionLaunches(decode=launch, prefill=_with_more_rows(launch, sizes) if tall_tiles else launch)
     return AttentionLaunches(decode=_fast_decode(sizes), prefill=_fast_prefill(sizes))
 
 
 def _deterministic_launch(sizes: AttentionSizes) -> AttentionLaunch:
     """The same tiles and splits for both kernels, so that a row has the same bits in both.
 
-    Neither the number of sequences nor the capacity of their tables matters. One block_m serves both: prefill would
-    prefer a larger one, and decode pays for rows that it does not use.
+    Neither the number of sequences nor the capacity of their tables matters. One matrix instruction takes 64 rows, of
+    which decode uses few.
     """
     return AttentionLaunch(
         block_m=max(16 if sizes.is_float32 else 64, sizes.group_size_padded),
@@ -109,6 +112,16 @@ def _deterministic_launch(sizes: AttentionSizes) -> AttentionLaunch:
         num_warps=8 if sizes.is_wide else 4,
         num_stages=sizes.num_stages,
     )
+
+
+def _with_more_rows(launch: AttentionLaunch, sizes: AttentionSizes) -> AttentionLaunch:
+    """Two groups of four warps instead of one, each with 64 rows and all the keys of a tile, so that no sum changes.
+
+    Wide heads have eight warps already, which share the keys. Float32 has no tensor cores.
+    """
+    if sizes.is_wide or sizes.is_float32 or launch.block_m > 64:
+        return launch
+    return replace(launch, block_m=128, num_warps=8)
 
 
 def _fast_decode(sizes: AttentionSizes) -> AttentionLaunch:

@@ -1,7 +1,8 @@
 """A linear layer whose bits do not depend on the batch: each sum has one order, for any number of rows.
 
-A tile's shape depends on the matrix alone, nothing is split along the depth, and rows of a tile do not interact. So a
-row has the same bits alone and at any index of any batch.
+Nothing is split along the depth, and rows of a tile do not interact. So a row has the same bits at any index of any
+batch, as long as the tile depends on the matrix alone. Tall tiles are faster for many rows; they are for GPUs that have
+shown the same bits with them (`kernels.triton.tile_check`).
 
 Source: the idea of batch invariance in "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025).
 """
@@ -32,6 +33,15 @@ class GemmTile:
     group_m: int = 16
 
 
+#: Tiles for many rows, the fastest first. Two groups of four warps take 64 rows each, as one does in smaller tiles.
+TALL_TILES = (
+    GemmTile(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3),
+    GemmTile(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4),
+)
+#: Fewer programs leave too many of the 132 multiprocessors of an H200 without work.
+_MIN_PROGRAMS = 120
+
+
 def choose_tile(out_features: int, dtype: torch.dtype) -> GemmTile:
     """The tile for a matrix, whatever the number of rows.
 
@@ -48,6 +58,20 @@ def choose_tile(out_features: int, dtype: torch.dtype) -> GemmTile:
     return GemmTile(block_m=64, block_n=32, block_k=128, num_warps=4, num_stages=5)
 
 
+def choose_tile_for_rows(num_rows: int, out_features: int, dtype: torch.dtype) -> GemmTile:
+    """The fastest tile for a number of rows, where bits do not depend on it.
+
+    A product of many rows is bound by its multiplications: the larger a tile, the fewer bytes it reads for each.
+    """
+    flat = choose_tile(out_features, dtype)
+    if dtype == torch.float32 or num_rows <= flat.block_m:
+        return flat
+    for tile in TALL_TILES:
+        if triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_features, tile.block_n) >= _MIN_PROGRAMS:
+            return tile
+    return flat
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -58,8 +82,8 @@ def linear(
 ) -> Tensor:
     """x @ weight.T + bias, summed in float32 and rounded once, to `out_dtype` (None: x's).
 
-    x: [num_rows, depth], rows at any stride; weight: [out_features, depth]; bias: [out_features]. `tile` replaces the
-    chosen one, for benchmarks; tiles of another depth give other bits.
+    x: [num_rows, depth], rows at any stride; weight: [out_features, depth]; bias: [out_features]. `tile` replaces that
+    of `choose_tile`; whether it gives the same bits depends on the GPU.
     """
     _check(x, weight, bias)
     num_rows, depth = x.shape

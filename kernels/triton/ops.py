@@ -16,11 +16,13 @@ class TritonOps:
     """Implements `kernels.ops.Ops`.
 
     `deterministic`: an output row's bits depend on its own inputs alone. Otherwise cuBLAS multiplies, whose order of
-    sums depends on the number of rows.
+    sums depends on the number of rows. `tall_tiles`: the deterministic kernels take larger tiles for many rows, on a
+    GPU where `kernels.triton.tile_check.tall_tiles_agree`.
     """
 
-    def __init__(self, *, deterministic: bool) -> None:
+    def __init__(self, *, deterministic: bool, tall_tiles: bool = False) -> None:
         self.deterministic = deterministic
+        self._tall_tiles = tall_tiles
 
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         return gather.gather_rows(weight, token_ids)
@@ -30,7 +32,8 @@ class TritonOps:
     ) -> Tensor:
         """x @ weight.T + bias, in `out_dtype`; None: x's dtype."""
         if self.deterministic:
-            return gemm.linear(x, weight, bias, out_dtype=out_dtype)
+            tile = gemm.choose_tile_for_rows(len(x), len(weight), x.dtype) if self._tall_tiles else None
+            return gemm.linear(x, weight, bias, out_dtype=out_dtype, tile=tile)
         out = functional.linear(x, weight, bias)
         return out if out_dtype is None else out.to(out_dtype)
 
@@ -47,4 +50,4 @@ class TritonOps:
         self, rows: KvRows, kv_cache: Tensor, cos_sin: Tensor, scale: float, *, kv_scales: Tensor | None = None
     ) -> TritonPagedKv:
         step = PagedStep(rows=rows, kv_cache=kv_cache, cos_sin=cos_sin, scale=scale, kv_scales=kv_scales)
-        return TritonPagedKv(step, deterministic=self.deterministic)
+        return TritonPagedKv(step, deterministic=self.deterministic, tall_tiles=self._tall_tiles)

@@ -14,14 +14,20 @@ class TritonPagedKv:
     """Implements `kernels.ops.PagedKv`. Lives for one step; copies nothing to the host."""
 
     def __init__(
-        self, step: PagedStep, *, deterministic: bool = False, launches: AttentionLaunches | None = None
+        self,
+        step: PagedStep,
+        *,
+        deterministic: bool = False,
+        tall_tiles: bool = False,
+        launches: AttentionLaunches | None = None,
     ) -> None:
         """`deterministic`: a row's bits depend neither on the other rows of the step nor on how a prompt is chunked.
 
-        `launches` replace those that are chosen from shapes.
+        `tall_tiles`: as in `TritonOps`. `launches` replace those that are chosen from shapes.
         """
         self._step = step
         self._deterministic = deterministic
+        self._tall_tiles = tall_tiles
         self._launches = launches
 
     def rope_write_kv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -52,4 +58,4 @@ class TritonPagedKv:
             capacity_tokens=self._step.capacity_tokens,
             dtype=q.dtype,
         )
-        return choose_launches(sizes, deterministic=self._deterministic)
+        return choose_launches(sizes, deterministic=self._deterministic, tall_tiles=self._tall_tiles)

@@ -4,17 +4,19 @@
 
 Triton's interpreter accepts code that its compiler refuses, and ignores registers and shared memory. Here every launch
 compiles its kernel for its arguments and computes nothing. Prints a line for each variant. The exit code is 1 when one
-does not compile or needs more shared memory than there is. With --few, each kernel has at least one variant.
+does not compile or needs more shared memory than there is, or when tall tiles have other matrix instructions than small
+ones. With --few, each kernel has at least one variant.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from array import array
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,9 +27,11 @@ from kernels.bench.inputs import BLOCK_SIZE, blocks_of, kv_rows, rotations
 from kernels.bench.shapes import LLAMA_8B, random_weights
 from kernels.bench.work import Spans
 from kernels.decoder import DecoderShape, DecoderWeights
-from kernels.triton import blocks
+from kernels.triton import blocks, gemm
 from kernels.triton.decoder import TritonDecoder
 from kernels.triton.ops import TritonOps
+from kernels.triton.paged_kv import TritonPagedKv
+from kernels.triton.paged_step import PagedStep
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.device_sampler import DeviceSampler
 from pdserve.engine.sequence import SampleRow
@@ -59,11 +63,29 @@ class _Hopper:
         return torch.device("cpu")
 
 
+class Instruction(NamedTuple):
+    """A matrix instruction, and how a tile of results is divided among warps."""
+
+    warps_along_rows: int
+    warps_along_columns: int
+    #: Rows for each warp.
+    num_rows: int
+    num_columns: int
+    depth: int
+
+
+def _instructions(ttgir: str) -> set[Instruction]:
+    found = re.findall(r"warpsPerCTA = \[(\d+), (\d+)\], instrShape = \[(\d+), (\d+), (\d+)\]", ttgir)
+    return {Instruction(*map(int, numbers)) for numbers in found}
+
+
 class Compiler:
     """Compiles instead of launching; reports each variant and each failure once."""
 
     def __init__(self) -> None:
         self.num_failures = 0
+        #: Matrix instructions of the last launch.
+        self.instructions: set[Instruction] = set()
         self._seen: set[object] = set()
         self._launch = JITFunction.run
 
@@ -76,8 +98,18 @@ class Compiler:
             self._report(name, name, f"{type(error).__name__}: {error}", is_failure=True)
             return
         metadata = variant.metadata
+        self.instructions = _instructions(variant.asm["ttgir"])
         shared, text = metadata.shared, f"{metadata.num_warps} warps, {metadata.shared} bytes of shared memory"
         self._report((name, variant.hash), name, text, is_failure=shared > SHARED_BYTES)
+
+    def require_same_chain(self, what: str, flat: set[Instruction], tall: set[Instruction], *, columns: bool) -> None:
+        """Tall tiles have more warps along the rows, and otherwise the same instructions. `columns`: as many, too."""
+
+        def chain(instructions: set[Instruction]) -> set[tuple[int, ...]]:
+            return {(*each[1:3], each.depth, each.num_columns if columns else 0) for each in instructions}
+
+        is_same = bool(flat) and chain(flat) == chain(tall) and all(each.warps_along_columns == 1 for each in tall)
+        self._report((what, *flat, *tall), what, f"{sorted(flat)} and {sorted(tall)}", is_failure=not is_same)
 
     def _report(self, key: object, name: str, text: str, *, is_failure: bool) -> None:
         if key not in self._seen:
@@ -104,6 +136,28 @@ def _forward(shape: DecoderShape, spans: Spans, *, deterministic: bool, is_qwen3
     size = (blocks_of(spans), len(shape.windows), 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
     cache = torch.zeros(size, dtype=torch.uint8 if is_qwen3_fp8 else dtype).view(kv_dtype)
     decoder.forward(torch.zeros_like(rows.positions), rows, rows.query_starts[1:] - 1, cache)
+
+
+def _check_tall_tiles(compiler: Compiler) -> None:
+    """Products and prefill attention: two groups of warps do what one does."""
+    x = torch.zeros(130, 64, dtype=torch.bfloat16)
+    for out_features in (1000, 4096, 20000):
+        weight = torch.zeros(out_features, 64, dtype=torch.bfloat16)
+        gemm.linear(x, weight)
+        flat = compiler.instructions
+        for tile in gemm.TALL_TILES:
+            gemm.linear(x, weight, tile=tile)
+            compiler.require_same_chain("tall product", flat, compiler.instructions, columns=False)
+    for head_dim in (64, 128):
+        rows = kv_rows(_PROMPT)
+        kv_cache = torch.zeros(blocks_of(_PROMPT), 1, 2, 8, BLOCK_SIZE, head_dim, dtype=torch.bfloat16)
+        step = PagedStep(rows=rows, kv_cache=kv_cache, cos_sin=torch.zeros(512, 2, head_dim), scale=0.1)
+        instructions = []
+        for tall_tiles in (False, True):
+            paged = TritonPagedKv(step, deterministic=True, tall_tiles=tall_tiles)
+            paged.attention(0, torch.zeros(64, 32, head_dim, dtype=torch.bfloat16), None)
+            instructions.append(compiler.instructions)
+        compiler.require_same_chain("tall attention", *instructions, columns=True)
 
 
 def _move_blocks(num_layers: int, heads: tuple[int, int], *, blocks_of_moves: tuple[tuple[int, ...], ...]) -> None:
@@ -162,6 +216,7 @@ def main() -> int:
     JITFunction.run = lambda kernel, *args, **options: compiler.run(kernel, *args, **options)
     with torch.no_grad():
         _compile_few() if "--few" in sys.argv[1:] else _compile_all()
+        _check_tall_tiles(compiler)
     return int(compiler.num_failures > 0)
 
 

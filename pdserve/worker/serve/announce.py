@@ -160,6 +160,7 @@ def describe(worker: Worker, addresses: WorkerAddresses) -> None:
         max_model_len=model.limits.max_model_len,
         revision=revision_of(Path(config.model)),
         borrow_cpus=",".join(map(str, kernels.borrow_cpus)),
+        tall_tiles=kernels.tall_tiles or None,
         **identity,
         **chosen,
     )

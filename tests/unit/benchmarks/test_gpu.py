@@ -114,6 +114,7 @@ def test_every_row_is_measured_and_has_a_bound_or_is_monitored() -> None:
         "prefill": 0.6,
         "transformers": 3.0,
         "deterministic": 1.4,
+        "deterministic-prefill": 1.1,
         "handover": 300.0,
         "handover-128-exposed": 1.0,
     }

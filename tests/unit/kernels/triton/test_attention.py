@@ -215,6 +215,15 @@ def test_chunks_have_the_bits_of_the_whole_prompt(dtype: torch.dtype, dim: int, 
 
 
 @SHAPES
+def test_prefill_has_the_same_bits_in_tall_tiles(dtype: torch.dtype, dim: int, window: int | None, fp8: bool) -> None:
+    case, launches = deterministic_case(dtype, dim, window, fp8)
+    tall = replace(launches.prefill, block_m=2 * launches.prefill.block_m, num_warps=2 * launches.prefill.num_warps)
+    if HAS_GPU and launches.prefill.num_warps > 4:
+        pytest.skip("wide heads have no tall tiles")
+    assert_same(attend(case, replace(launches, prefill=tall)), attend(case, launches))
+
+
+@SHAPES
 def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(
     dtype: torch.dtype, dim: int, window: int | None, fp8: bool
 ) -> None:
@@ -237,6 +246,18 @@ def chosen(**changes: int) -> AttentionLaunches:
 def test_deterministic_launches_depend_on_the_model_alone() -> None:
     assert chosen() == chosen(num_sequences=1) == chosen(capacity_tokens=100)
     assert chosen().decode == chosen().prefill
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("head_dim", "num_heads"), [(128, 32), (64, 8), (256, 32), (128, 1024)])
+def test_tall_tiles_are_those_of_prefill_with_more_rows(dtype: torch.dtype, head_dim: int, num_heads: int) -> None:
+    sizes = AttentionSizes(8, num_heads, 8, head_dim, 8192, dtype)
+    flat = choose_launches(sizes, deterministic=True)
+    tall = choose_launches(sizes, deterministic=True, tall_tiles=True)
+    assert tall.decode == flat.decode
+    # Without tensor cores, with keys shared by two groups of warps, or with many rows already, there are none.
+    has_tall = dtype == torch.bfloat16 and head_dim <= 128 and num_heads <= 64 * 8
+    assert tall.prefill == (replace(flat.prefill, block_m=128, num_warps=8) if has_tall else flat.prefill)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3, 64, 512])

@@ -12,7 +12,7 @@ from tests.support.devices import DEVICE, gpu_only
 
 pytest.importorskip("triton")
 
-from kernels.triton.gemm import choose_tile, linear
+from kernels.triton.gemm import TALL_TILES, GemmTile, choose_tile, choose_tile_for_rows, linear
 from tests.unit.kernels.combinations import combinations
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -100,6 +100,28 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(depth: int, dtype: torch.d
     assert torch.equal(linear(others, weight)[9], batch[9])
 
 
+@pytest.mark.parametrize("tile", TALL_TILES, ids=str)
+def test_a_row_has_the_same_bits_in_a_tall_tile(tile: GemmTile) -> None:
+    x, weight = random(130, 200, dtype=torch.bfloat16), random(300, 200, dtype=torch.bfloat16)
+    assert torch.equal(linear(x, weight, tile=tile), linear(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "out_features", "tile"),
+    [
+        (8192, 6144, TALL_TILES[0]),
+        (512, 28672, TALL_TILES[0]),
+        (512, 4096, TALL_TILES[1]),  # 64 programs of the largest tile would leave half of the GPU without work.
+        (65, 28672, TALL_TILES[1]),
+        (256, 4096, choose_tile(4096, torch.bfloat16)),
+        (64, 128256, choose_tile(128256, torch.bfloat16)),  # Another row tile would be padding.
+    ],
+)
+def test_tiles_are_as_tall_as_the_gpu_has_work(num_rows: int, out_features: int, tile: GemmTile) -> None:
+    assert choose_tile_for_rows(num_rows, out_features, torch.bfloat16) == tile
+    assert choose_tile_for_rows(num_rows, out_features, torch.float32) == choose_tile(out_features, torch.float32)
+
+
 class TestOnHardware:
     """Matrices as large as those of served models."""
 
@@ -117,15 +139,15 @@ class TestOnHardware:
     def test_bits_do_not_depend_on_the_tile(self, dtype: torch.dtype) -> None:
         """Sums run along the depth in steps of one instruction, whatever the tile.
 
-        No code relies on this. While it holds, tiles could be chosen by the number of rows.
+        `kernels.triton.tile_check` finds out whether this holds before tall tiles are used.
         """
         x, weight = random(300, 4096, dtype=dtype), random(1024, 4096, dtype=dtype)
         usual = linear(x, weight)
         tile = choose_tile(4096, dtype)
         for change in (
+            *TALL_TILES,
             replace(tile, block_n=128, num_stages=4),
             replace(tile, block_n=256, num_warps=8, num_stages=3),
-            replace(tile, block_m=128, block_n=128, num_warps=8, num_stages=3),
             replace(tile, block_m=128, block_n=64),
             replace(tile, block_k=128, num_stages=3),
         ):
