@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pdserve.base.config import option
 from pdserve.base.errors import SetupError
-from pdserve.worker.config import GPU_LAYER_GROUPS, WorkerConfig
+from pdserve.worker.config import CPU_STEP, GPU_LAYER_GROUPS, GPU_STEP, WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,11 @@ class DecodeConfig(WorkerConfig):
     """The settings that only decode workers have, and those of all workers."""
 
     stream_port: int = option(0, help="port that routers send requests to; 0 takes a free one", minimum=0)
-    max_num_seqs: int = option(64, help="sequences decoded in one step", minimum=1)
+    max_num_seqs: int | None = option(
+        None,
+        help=f"sequences decoded in one step; default: {CPU_STEP.sequences}, on a GPU {GPU_STEP.sequences}",
+        minimum=1,
+    )
     itl_budget_ms: float = option(
         50.0,
         help="milliseconds that a step may take which computes prompt tokens, or requests of batches, along with "
@@ -39,7 +43,7 @@ class DecodeConfig(WorkerConfig):
     @property
     def max_decoding(self) -> int:
         """Maximum number of sequences that one step decodes."""
-        return self.max_num_seqs
+        return self.max_num_seqs or self.default_step.sequences
 
     def num_layer_groups(self, num_layers: int) -> int:
         """Number of groups in which a model's layers are received. Raises `SetupError` if it exceeds `num_layers`."""

@@ -54,7 +54,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
     name = "pdserve.v1.DecodeService"
 
     def __init__(self, worker: Worker, config: DecodeConfig) -> None:
-        self.max_num_seqs = config.max_num_seqs
+        self.max_num_seqs = config.max_decoding
         self.itl_budget_s = config.itl_budget_ms / 1000
         self._lease_s = config.lease_s
         self._layer_groups = config.num_layer_groups(worker.model.layout.num_layers)
@@ -62,8 +62,8 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             worker.model.pool,
             DecodeSchedulerConfig(
                 limits=worker.model.limits,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_seqs=config.max_decoding,
+                max_num_batched_tokens=config.max_prompt_tokens,
                 itl_budget_s=self.itl_budget_s,
                 max_reserved_share=config.max_reserved_share,
                 # On a GPU, steps with several tokens of a sequence are launched kernel by kernel.

@@ -51,10 +51,10 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
 
     def __init__(self, worker: Worker, config: WorkerConfig) -> None:
         # A step computes at least one token of each of its prompts.
-        self.max_num_seqs = config.max_num_batched_tokens
+        self.max_num_seqs = config.max_prompt_tokens
         self.scheduler = PrefillScheduler(
             worker.model.pool,
-            PrefillSchedulerConfig(limits=worker.model.limits, max_num_batched_tokens=config.max_num_batched_tokens),
+            PrefillSchedulerConfig(limits=worker.model.limits, max_num_batched_tokens=config.max_prompt_tokens),
         )
         self._worker = worker
         self._inboxes: Inboxes[PromptEvent] = Inboxes(worker.metrics.stale)

@@ -36,10 +36,10 @@ class RolesService:
         self._leaving: asyncio.Task[None] | None = None
         pool = worker.model.pool
         limits = RunningLimits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_decoding,
+            max_num_batched_tokens=config.max_prompt_tokens,
             itl_budget_s=config.itl_budget_ms / 1000,
-            min_prefill_tokens=min(pool.block_size, config.max_num_batched_tokens),
+            min_prefill_tokens=min(pool.block_size, config.max_prompt_tokens),
         )
         self.scheduler = SharedScheduler(pool, prefill=prefill.scheduler, decode=decode.scheduler, limits=limits)
         worker.home_tier = worker.tier

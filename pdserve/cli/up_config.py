@@ -20,7 +20,6 @@ from pdserve.worker.config import (
     TRANSPORTS,
     WorkerConfig,
 )
-from prefill_svc.config import PrefillConfig
 from router_svc.config import LOCAL_PREFILL, RouterConfig
 
 #: Small, free, and available without a model hub.
@@ -106,14 +105,8 @@ class UpConfig:
     max_model_len: int | None = option(
         None, help="maximum tokens of prompt plus completion; default: the model's limit", minimum=1
     )
-    max_num_seqs: int = option(
-        default_of(DecodeConfig, "max_num_seqs"), help="maximum concurrent sequences per decode worker", minimum=1
-    )
-    max_num_batched_tokens: int = option(
-        default_of(PrefillConfig, "max_num_batched_tokens"),
-        help="maximum prompt tokens per step: the chunk size of prefill",
-        minimum=1,
-    )
+    max_num_seqs: int | None = same_option(DecodeConfig, "max_num_seqs")
+    max_num_batched_tokens: int | None = same_option(WorkerConfig, "max_num_batched_tokens")
     itl_budget_ms: float = same_option(DecodeConfig, "itl_budget_ms")
     block_size: int = option(default_of(WorkerConfig, "block_size"), help="tokens per KV block", minimum=1)
     kv_cache_memory: int | None = option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pdserve.base.addresses import parse_host, parse_worker_id
 from pdserve.base.config import option
@@ -21,6 +22,20 @@ TRANSPORT_GUARDS = ("auto", "require", "off")
 TRANSPORTS = ("ucx", "nccl")
 KERNELS = ("auto", "cpu", "triton", "reference")
 QUANTIZATIONS = ("int8",)
+
+
+class StepLimits(NamedTuple):
+    """What one step computes at most, where no flag says it."""
+
+    prompt_tokens: int
+    sequences: int
+
+
+#: 512 tokens of the default model take two cores about a third of a second.
+CPU_STEP = StepLimits(prompt_tokens=512, sequences=64)
+#: 4,096 tokens of a model of 8 billion parameters take an H200 about a tenth of a second, and the host some 10 ms to
+#: launch. Beside running sequences the ITL budget allows fewer.
+GPU_STEP = StepLimits(prompt_tokens=4096, sequences=256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +117,11 @@ class WorkerConfig(ServiceOptions):
     claim_workers: int = option(
         2, help="workers on this machine among which --claim-dir divides the cores evenly", minimum=1
     )
-    max_num_batched_tokens: int = option(512, help="maximum prompt tokens in one step", minimum=1)
+    max_num_batched_tokens: int | None = option(
+        None,
+        help=f"maximum prompt tokens in one step; default: {CPU_STEP.prompt_tokens}, on a GPU {GPU_STEP.prompt_tokens}",
+        minimum=1,
+    )
     staging_memory: int = option(
         1 << 30,
         help="on GPUs and with several ranks: memory for blocks on their way to or from the network, such as 1GiB",
@@ -148,6 +167,16 @@ class WorkerConfig(ServiceOptions):
     def model_name(self) -> str:
         """The name clients use."""
         return self.served_model_name or self.model_dir.name
+
+    @property
+    def default_step(self) -> StepLimits:
+        """The limits of a step on this device, without flags."""
+        return CPU_STEP if self.device.startswith("cpu") else GPU_STEP
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Largest number of prompt tokens that one step computes."""
+        return self.max_num_batched_tokens or self.default_step.prompt_tokens
 
     @property
     def max_decoding(self) -> int:

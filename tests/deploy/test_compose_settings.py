@@ -105,8 +105,8 @@ def test_variables_reach_the_workers_of_their_tier(monkeypatch: pytest.MonkeyPat
     prefill, decode = (settings_of(services[tier], monkeypatch) for tier in WORKERS)
     assert prefill.model == decode.model == "/models/Qwen3-8B"
     assert prefill.max_model_len == decode.max_model_len == 32768
-    assert (prefill.max_num_batched_tokens, decode.max_num_batched_tokens) == (8192, 512)
-    assert (decode.max_num_seqs, prefill.kv_cache_memory, decode.kv_cache_memory) == (256, None, 40 << 30)
+    assert (prefill.max_prompt_tokens, decode.max_prompt_tokens) == (8192, 4096)
+    assert (decode.max_decoding, prefill.kv_cache_memory, decode.kv_cache_memory) == (256, None, 40 << 30)
     assert (prefill.tensor_parallel_size, decode.tensor_parallel_size) == (1, 2)
     assert prefill.handover_memory == decode.handover_memory == "device"
     # On processors, too, and behind the flags of the file, which they replace.

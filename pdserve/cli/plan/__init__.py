@@ -11,6 +11,7 @@ from decode_svc.config import DecodeConfig
 from pdserve.base.config import default_of, load, option, positional
 from pdserve.base.errors import SetupError
 from pdserve.base.option_values import parse_bytes
+from pdserve.base.shared_options import same_option
 from pdserve.cli.byte_sizes import decimal_size
 from pdserve.cli.model_sizes import ModelSizes, SizeOptions, model_sizes
 from pdserve.cli.plan.capacity import GB, MARGIN, Load, Machine, Memory, assumed_speeds, fit, workers
@@ -21,7 +22,7 @@ from pdserve.cli.up_model import describe_progress
 from pdserve.cli.weight_memory import packing_instruction_set
 from pdserve.model.fetch.config_only import config_of
 from pdserve.observe.machine import available_memory_bytes
-from pdserve.worker.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, WorkerConfig
+from pdserve.worker.config import CPU_STEP, DTYPES, GPU_STEP, KV_CACHE_DTYPES, QUANTIZATIONS, WorkerConfig
 
 #: Speeds of a rank when nothing was measured: a data-center GPU, and two cores with AVX-512 and bfloat16.
 _GPU = Machine(bytes_per_s=2000 * GB, flops_per_s=300e12, bandwidth_share=0.6, flops_share=0.4)
@@ -64,12 +65,8 @@ class PlanConfig:
     kv_cache_dtype: str = option("auto", help="data type of KV", choices=KV_CACHE_DTYPES)
     quantization: str | None = option(None, help="round the weights, on CPUs only", choices=QUANTIZATIONS)
     block_size: int = option(default_of(WorkerConfig, "block_size"), help="tokens per KV block", minimum=1)
-    max_num_seqs: int = option(
-        default_of(DecodeConfig, "max_num_seqs"), help="sequences decoded in one step", minimum=1
-    )
-    max_num_batched_tokens: int = option(
-        default_of(WorkerConfig, "max_num_batched_tokens"), help="maximum prompt tokens in one step", minimum=1
-    )
+    max_num_seqs: int | None = same_option(DecodeConfig, "max_num_seqs")
+    max_num_batched_tokens: int | None = same_option(WorkerConfig, "max_num_batched_tokens")
     cache_dir: str | None = option(None, help="directory for downloaded models", metavar="DIR")
     json: bool = option(False, help="print JSON instead of a table")
 
@@ -95,16 +92,17 @@ def make_plan(config: PlanConfig) -> Plan:
         requests_per_s=config.rate,
         cached_share=config.cached_share,
     )
+    default = CPU_STEP if config.gpu_memory is None else GPU_STEP
     memory = Memory(
         total_bytes=config.gpu_memory or available_memory_bytes() // config.tensor_parallel_size,
         utilization=config.gpu_memory_utilization,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or default.prompt_tokens,
+        max_num_seqs=config.max_num_seqs or default.sequences,
     )
     fitting = fit(sizes, memory, load_of)
     machine, profile = _machine(config), _profile(config)
     speeds = (
-        assumed_speeds(sizes, fitting, load_of, machine, config.max_num_seqs) if profile is None else profile.speeds
+        assumed_speeds(sizes, fitting, load_of, machine, memory.max_num_seqs) if profile is None else profile.speeds
     )
     return Plan(
         model=config.model,

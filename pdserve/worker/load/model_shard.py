@@ -241,8 +241,8 @@ def _profile(plan: LoadPlan, decoder: Decoder, before: MemoryBefore) -> MemoryPr
         CudaMemory(plan.device),
         before=before,
         steps=LargestSteps(
-            num_tokens=config.max_num_batched_tokens,
-            num_logits=min(config.max_num_batched_tokens, _MAX_PROMPTS + MAX_SCORED_TOKENS),
+            num_tokens=config.max_prompt_tokens,
+            num_logits=min(config.max_prompt_tokens, _MAX_PROMPTS + MAX_SCORED_TOKENS),
             num_decoding=config.max_decoding,
             replayed=plan.replays(decoder),
         ),

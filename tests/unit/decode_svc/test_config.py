@@ -1,4 +1,4 @@
-"""The number of layer groups in which a decode worker receives blocks."""
+"""What follows from the device of a decode worker: the layer groups in which it receives blocks, the size of steps."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ def test_a_configured_number_is_used_unless_it_exceeds_the_number_of_layers() ->
     assert config(device="cuda", layer_groups=1).num_layer_groups(4) == 1
     with pytest.raises(SetupError, match="--layer-groups is 5, but the model has 4 layers"):
         config(layer_groups=5).num_layer_groups(4)
+
+
+@pytest.mark.parametrize(("device", "limits"), [("cpu", (512, 64)), ("cuda", (4096, 256)), ("cuda:1", (4096, 256))])
+def test_the_size_of_steps_follows_the_device(device: str, limits: tuple[int, int]) -> None:
+    steps = config(device=device)
+    assert (steps.max_prompt_tokens, steps.max_decoding) == limits
+    set_by_flags = config(device=device, max_num_batched_tokens=7, max_num_seqs=3)
+    assert (set_by_flags.max_prompt_tokens, set_by_flags.max_decoding) == (7, 3)
