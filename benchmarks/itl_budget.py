@@ -71,7 +71,7 @@ class Engine:
             config=LoopConfig(num_threads=threads),
         )
         self._loop.start()
-        self._loop.call(lambda: warm_up(model)).result(WAIT_S)
+        self._loop.call(lambda: warm_up(model, max_prompt_tokens=512)).result(WAIT_S)
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int) -> float:
         """Queues a request; returns the time."""

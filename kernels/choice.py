@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import cast
@@ -227,7 +227,17 @@ def _open_triton(
     if limit:
         raise KernelsUnavailable(f"the Triton kernels cannot run: {limit}; --kernels reference can.")
     mode = "deterministic" if options.deterministic else "fast"
-    tall_tiles = options.deterministic and device.type == "cuda" and tall_tiles_agree(shape, weights.norm.dtype, device)
+    tall_tiles = (
+        options.deterministic
+        and device.type == "cuda"
+        and tall_tiles_agree(
+            # A rank has a slice of the vocabulary.
+            replace(shape, vocab_size=len(weights.lm_head)),
+            weights.norm.dtype,
+            device,
+            has_fp8_kv=options.kv_scales is not None,
+        )
+    )
     ops = TritonOps(deterministic=options.deterministic, tall_tiles=tall_tiles)
     kv_scales = _on_device(options.kv_scales, weights)
     return OpenedDecoder(

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, partial
+from itertools import chain
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from kernels.decoder import DecoderShape
 from kernels.ops import KvRows
@@ -19,8 +21,9 @@ from kernels.triton.attention_launch import AttentionSizes, choose_launches
 from kernels.triton.gemm import TALL_TILES, choose_tile, linear
 from kernels.triton.paged_step import PagedStep
 
-#: Rows and columns of a product, of which the last tile has few.
-_NUM_ROWS, _NUM_COLUMNS = 130, 260
+#: Rows and columns of a product, of which the last tile has few. Columns are a multiple of 16, as those of models: the
+#: compiler makes another kernel of other numbers.
+_NUM_ROWS, _NUM_COLUMNS = 130, 272
 #: Rows of a prompt that goes on behind a part which is computed already, and its context: more keys than a split has,
 #: so that splits are merged.
 _CHUNK, _CONTEXT = 130, 600
@@ -28,14 +31,19 @@ _BLOCK_SIZE = 16
 
 
 @cache
-def tall_tiles_agree(shape: DecoderShape, dtype: torch.dtype, device: torch.device) -> bool:
+def tall_tiles_agree(shape: DecoderShape, dtype: torch.dtype, device: torch.device, *, has_fp8_kv: bool) -> bool:
     """Whether products and prefill attention of a decoder have the same bits with tiles of 64 and of 128 rows.
 
-    Takes milliseconds, once the kernels are compiled. False for float32, which has no tall tiles.
+    Takes milliseconds, once the kernels are compiled. False for float32, which has no tall tiles, and for GPUs with too
+    little shared memory for them.
     """
     if dtype == torch.float32:
         return False
-    return all(flat.equal(tall) for flat, tall in (*_products(shape, dtype, device), *_attention(shape, dtype, device)))
+    pairs = chain(_products(shape, dtype, device), _attention(shape, dtype, device, has_fp8_kv=has_fp8_kv))
+    try:
+        return all(flat.equal(tall) for flat, tall in pairs)
+    except OutOfResources:
+        return False
 
 
 def _products(shape: DecoderShape, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -56,7 +64,9 @@ def _products(shape: DecoderShape, dtype: torch.dtype, device: torch.device) -> 
             yield expected, product(tile=tall)
 
 
-def _attention(shape: DecoderShape, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def _attention(
+    shape: DecoderShape, dtype: torch.dtype, device: torch.device, *, has_fp8_kv: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
     """One KV head and its query heads, for each size of window."""
     group_size, head_dim = shape.num_heads // shape.num_kv_heads, shape.head_dim
     num_blocks = -(-_CONTEXT // _BLOCK_SIZE)
@@ -68,7 +78,13 @@ def _attention(shape: DecoderShape, dtype: torch.dtype, device: torch.device) ->
         block_tables=torch.arange(num_blocks, device=device).view(1, num_blocks),
     )
     cache = _random((num_blocks, 1, 2, 1, _BLOCK_SIZE, head_dim), dtype, device)
-    step = PagedStep(rows=rows, kv_cache=cache, cos_sin=torch.empty(0, 2, head_dim, device=device), scale=shape.scale)
+    step = PagedStep(
+        rows=rows,
+        kv_cache=cache.to(torch.float8_e4m3fn) if has_fp8_kv else cache,
+        cos_sin=torch.empty(0, 2, head_dim, device=device),
+        scale=shape.scale,
+        kv_scales=torch.full((1, 2, 1), 0.7, device=device) if has_fp8_kv else None,
+    )
     q = _random((_CHUNK, group_size, head_dim), dtype, device)
     sizes = AttentionSizes(1, group_size, 1, head_dim, step.capacity_tokens, dtype)
     flat, tall = (choose_launches(sizes, deterministic=True, tall_tiles=is_tall) for is_tall in (False, True))

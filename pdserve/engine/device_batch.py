@@ -95,8 +95,9 @@ class DeviceBatches:
     """Memory for batches on a device, and a pinned copy of it on the host."""
 
     def __init__(self, device: torch.device, num_elements: int = 0) -> None:
-        """Allocates `num_elements`. Memory grows, at another address, only for a batch that does not fit."""
+        """Allocates `num_elements`, which never change their address; 0: grows, for a batch that does not fit."""
         self._device = device
+        self._may_grow = num_elements == 0
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._reserve(num_elements)
 
@@ -109,6 +110,7 @@ class DeviceBatches:
         shape = shape or BatchShape.of(batch)
         size = shape.num_elements
         if size > len(self._host):
+            assert self._may_grow, "graphs contain the address of this memory"
             self._reserve(2 * size)
         if self._copied is not None:
             # The previous copy is done, or about to be: only the step that it was made for can still be in flight.

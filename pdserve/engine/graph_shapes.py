@@ -17,13 +17,15 @@ _MIN_BLOCKS = 16
 _STEP = 8
 #: Beyond this many sequences, batches are padded to a multiple of `_LARGE_STEP`.
 _LARGE, _LARGE_STEP = 64, 32
+#: Widths of block tables, besides the largest, that are recorded at the start.
+_COMMON_BLOCKS = (256, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphShapes:
     """The shapes of graphs, each in the order of recording."""
 
-    #: Recorded before a worker is ready. The largest is the first: its memory is enough for all others.
+    #: Recorded before a worker is ready. The largest is the first, so that the others fit into its memory.
     at_start: tuple[BatchShape, ...]
     #: Recorded while there is no work: until then, larger graphs take their steps.
     when_idle: tuple[BatchShape, ...] = ()
@@ -37,20 +39,20 @@ class GraphShapes:
 def plan_graphs(max_num_seqs: int, max_blocks: int, *, any_width: bool, max_graphs: int = MAX_GRAPHS) -> GraphShapes:
     """The graphs for up to `max_num_seqs` sequences of up to `max_blocks` blocks.
 
-    `any_width`: attention takes as many programs for wide block tables as for narrow ones, so that the widest do for
-    all. Otherwise narrower ones are recorded as well, for the powers of two of sequences first.
+    `any_width`: attention takes as many programs for wide block tables as for narrow ones, so that one width serves
+    every step. Otherwise narrower ones are recorded as well, the common ones and powers of two of sequences first.
     """
     largest = decode_shape(max_num_seqs, max_blocks)
     counts = sorted({decode_shape(count, 1).num_sequences for count in range(1, max_num_seqs + 1)})
-    common = [count for count in counts if count <= _LARGE and count & (count - 1) == 0]
-    widths = [] if any_width else list(_powers_of_two(_MIN_BLOCKS, largest.num_blocks))
-    at_start = [largest, *(decode_shape(count, max_blocks) for count in reversed(common))]
+    common = [count for count in counts if count & (count - 1) == 0 or count == largest.num_sequences]
     others = [count for count in counts if count not in common]
+    widths = [] if any_width else list(_powers_of_two(_MIN_BLOCKS, largest.num_blocks))
+    first = [max_blocks, *(width for width in _COMMON_BLOCKS if width in widths)]
+    at_start = [decode_shape(count, width) for width, count in product(first, reversed(common))]
     when_idle = [decode_shape(count, width) for width, count in product(widths, common)]
     when_idle += [decode_shape(count, width) for width, count in product([*widths, max_blocks], others)]
     ordered = list(dict.fromkeys((*at_start, *when_idle)))[:max_graphs]
-    num_first = len(set(at_start))
-    return GraphShapes(at_start=tuple(ordered[:num_first]), when_idle=tuple(ordered[num_first:]))
+    return GraphShapes(at_start=tuple(ordered[: len(at_start)]), when_idle=tuple(ordered[len(at_start) :]))
 
 
 def decode_shape(num_sequences: int, num_blocks: int) -> BatchShape:

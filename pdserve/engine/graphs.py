@@ -22,7 +22,7 @@ from pdserve.model.batch import Batch
 
 Compute = Callable[[], Tensor]
 
-#: Rows of a product that take the time of one.
+#: Rows of one tile of a product.
 _ROWS_OF_TILE = 64
 
 
@@ -41,6 +41,15 @@ class CudaRecorder:
         self._stream: torch.cuda.Stream | None = None
 
     def record(self, compute: Compute) -> Compute:
+        """As `Recorder.record`. Raises `torch.OutOfMemoryError`, also for memory that the driver lacks."""
+        try:
+            return self._record(compute)
+        except torch.AcceleratorError as error:
+            if "out of memory" in str(error):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
+
+    def _record(self, compute: Compute) -> Compute:
         # Run it once before, because compilation and allocation at first use must not be captured. All captures use
         # one stream, because cuBLAS keeps memory for each.
         stream = self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -53,6 +62,9 @@ class CudaRecorder:
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             result = compute()
         self._pool = self._pool or graph.pool()
+        # The first replay is slower: the driver sends the graph to the device. Padding rows write no KV.
+        graph.replay()
+        torch.cuda.current_stream().synchronize()
 
         def replay() -> Tensor:
             graph.replay()

@@ -217,7 +217,7 @@ class StepLoop:
             return
 
     def _next_call(self) -> _Call[Any]:
-        while self._calls.empty() and self._prepare():
+        while self._calls.empty() and self._scheduler.load().is_idle and self._prepare():
             self._awake_since = perf_counter()
         try:
             return self._calls.get_nowait()

@@ -234,6 +234,11 @@ class Load:
     prefix_query_tokens: int
     prefix_hit_tokens: int
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is here, in any phase."""
+        return self.num_running == self.num_waiting == self.num_held == 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDurations:

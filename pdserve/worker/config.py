@@ -35,7 +35,7 @@ class StepLimits(NamedTuple):
 CPU_STEP = StepLimits(prompt_tokens=512, sequences=64)
 #: 4,096 tokens of a model of 8 billion parameters take an H200 about a tenth of a second, and the host some 10 ms to
 #: launch. Beside running sequences the ITL budget allows fewer.
-GPU_STEP = StepLimits(prompt_tokens=4096, sequences=256)
+GPU_STEP = StepLimits(prompt_tokens=4096, sequences=128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -235,7 +235,7 @@ def _replace_engine() -> None:
     stepper.perf_counter = STEP_CLOCK
     worker: Any = pdserve.worker.serve.worker
     worker.StepLoop = SimulatedStepLoop
-    worker.warm_up = lambda model: None
+    worker.warm_up = lambda model, *, max_prompt_tokens: None
     grammars: Any = pdserve.worker.serve.grammars
     grammars.read_vocabularies = lambda model_dir: vocabularies()
     process: Any = pdserve.worker.serve.process

@@ -270,7 +270,8 @@ def _step_decoder(plan: LoadPlan, decoder: Decoder) -> Decoder | DeviceDecoder:
         shapes=plan_graphs(
             max(1, plan.config.max_decoding),
             -(-decoder.max_model_len // plan.config.block_size),
-            any_width=not plan.config.deterministic,
+            # Windows bound the splits of the fast mode, whose size follows from the width.
+            any_width=not plan.config.deterministic and not any(plan.model.layer_windows),
         ),
         # Only rank 0 receives the other ranks' columns.
         vocab_size=vocab if ranks.rank == 0 else len(range(vocab)[even_slice(vocab, ranks.rank, ranks.size)]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +29,9 @@ from pdserve.model.batch import Batch
 from pdserve.worker.kv_bytes.host_blocks import CacheCopies
 from pdserve.worker.kv_bytes.stage import Stage
 from pdserve.worker.ranks.messages import CopyRequest, MessageKind, StepPosition, StepWriter
+
+#: Free memory of a device below which no further graphs are recorded: many times what one of them takes.
+_MIN_FREE_BYTES = 512 << 20
 
 
 class Followers(Protocol):
@@ -68,10 +71,16 @@ class Rank0:
         """A cache whose copies include the blocks of all ranks."""
         return _AllRanksCache(self, own)
 
-    def record_next(self, own: RecordNext) -> RecordNext:
-        """Records graphs on all ranks, which must have the same ones: where memory is short, the worker ends."""
+    def record_next(self, own: RecordNext, free_memory: Callable[[], int]) -> RecordNext:
+        """Records graphs on all ranks, which must have the same ones: a rank that lacks memory ends the worker.
+
+        `free_memory`, in bytes: of rank 0's device. All ranks have about as much. Graphs that can wait are not recorded
+        where little is left.
+        """
 
         def record(is_idle: bool) -> bool:
+            if is_idle and free_memory() < _MIN_FREE_BYTES:
+                return False
             self._number += 1
             self._steps.record(self._number, is_idle=is_idle)
             try:

@@ -27,6 +27,7 @@ from pdserve.worker.config import WorkerConfig
 from pdserve.worker.load.core_leases import CoreLeases
 from pdserve.worker.load.cores import open_core_leases, require_cpus
 from pdserve.worker.load.device import open_device, require_handover_memory
+from pdserve.worker.load.memory_profile import CudaMemory
 from pdserve.worker.load.model_shard import ModelShard, load_shard, open_sampler
 from pdserve.worker.load.populate import populate_head
 from pdserve.worker.ranks.rank_group import RankGroup
@@ -38,6 +39,8 @@ log = get_logger(__name__)
 
 #: Rows of the warm-up step: enough to take the code paths of a prompt, which the C++ kernels do above 32 rows.
 _WARM_UP_TOKENS = 48
+#: From as many rows on, a GPU's kernels have different tiles for different numbers of rows.
+_TILED_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +90,9 @@ def _load_with_ranks(config: WorkerConfig, device: torch.device) -> LoadedModel:
             group.rank0.decoder(shard.step_decoder),
             group.rank0.cache(shard.kv_cache),
             group.rank0.sampler(open_sampler(shard.decoder)),
-            record_next=group.rank0.record_next(shard.record_next),
+            record_next=(
+                group.rank0.record_next(shard.record_next, CudaMemory(device).free) if device.type == "cuda" else None
+            ),
         )
         loaded = _loaded(shard, runner, rank_group=group)
         stack.pop_all()
@@ -126,16 +131,19 @@ def _borrowing(config: WorkerConfig, leases: CoreLeases | None) -> Borrowing | N
     return Borrowing(leases=leases.memory, borrower=leases.borrower, cpus=config.borrow_cpus)
 
 
-def warm_up(loaded: LoadedModel) -> None:
-    """Computes one prompt chunk and one decode row, so that no request pays for page faults, compiling or lazy set-up.
+def warm_up(loaded: LoadedModel, *, max_prompt_tokens: int) -> None:
+    """Computes prompt chunks and one decode row, so that no request pays for page faults, compiling or lazy set-up.
 
-    Then records the graphs that are needed first. Runs on the step thread before anything else. It overwrites the first
-    blocks, which are free then.
+    On a GPU these are chunks of each power of two up to `max_prompt_tokens`: a tile is chosen for at least a factor of
+    two of rows, so that each is compiled. Before, records the graphs that are needed first. Runs on the step thread
+    before anything else. It overwrites the first blocks, which are free then.
     """
     populate_head(loaded.kv_cache.memory)
+    _record_graphs(loaded.runner)
     block_size = loaded.layout.block_size
-    longest = min(_WARM_UP_TOKENS, loaded.pool.num_blocks * block_size, loaded.limits.max_model_len)
-    for num_tokens in (longest, 1):
+    capacity = min(loaded.pool.num_blocks * block_size, loaded.limits.max_model_len)
+    lengths = warm_up_lengths(max_prompt_tokens) if loaded.decoder.device.type == "cuda" else []
+    for num_tokens in (min(_WARM_UP_TOKENS, capacity), *(length for length in lengths if length <= capacity), 1):
         rows = torch.arange(num_tokens)
         batch = Batch(
             token_ids=torch.zeros(num_tokens, dtype=torch.int64),
@@ -147,8 +155,16 @@ def warm_up(loaded: LoadedModel) -> None:
             logits_rows=torch.tensor([num_tokens - 1]),
         )
         loaded.runner.try_out(batch)
+
+
+def warm_up_lengths(max_prompt_tokens: int) -> list[int]:
+    """Lengths of chunks for which a GPU's kernels may have different tiles."""
+    return [1 << exponent for exponent in range(_TILED_TOKENS.bit_length() - 1, max_prompt_tokens.bit_length())]
+
+
+def _record_graphs(runner: Runner) -> None:
     started_at, num_graphs = perf_counter(), 0
-    while loaded.runner.prepare(is_idle=False):
+    while runner.prepare(is_idle=False):
         num_graphs += 1
     if num_graphs:
         log.info("graphs_recorded", count=num_graphs, seconds=round(perf_counter() - started_at, 3))

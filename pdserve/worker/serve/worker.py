@@ -251,7 +251,7 @@ class Worker:
             if self.model.rank_group is not None:
                 self.model.rank_group.watch(die)
             try:
-                await self.run(lambda: warm_up(self.model))
+                await self.run(lambda: warm_up(self.model, max_prompt_tokens=self.config.max_prompt_tokens))
                 yield fatal
             finally:
                 if self.model.rank_group is not None:

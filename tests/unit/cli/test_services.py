@@ -151,7 +151,7 @@ def test_limits_given_to_up_reach_both_tiers() -> None:
 def test_settings_not_given_to_up_keep_the_services_default() -> None:
     worker = parsed(worker_specs(plan())[0], PrefillConfig, "prefill_svc")
     default = PrefillConfig(model="", redis_url="")
-    assert worker.max_num_batched_tokens == default.max_num_batched_tokens
+    assert (worker.max_num_batched_tokens, worker.max_prompt_tokens) == (None, default.max_prompt_tokens)
     assert worker.block_size == default.block_size
 
 

@@ -28,7 +28,7 @@ def test_a_configured_number_is_used_unless_it_exceeds_the_number_of_layers() ->
         config(layer_groups=5).num_layer_groups(4)
 
 
-@pytest.mark.parametrize(("device", "limits"), [("cpu", (512, 64)), ("cuda", (4096, 256)), ("cuda:1", (4096, 256))])
+@pytest.mark.parametrize(("device", "limits"), [("cpu", (512, 64)), ("cuda", (4096, 128)), ("cuda:1", (4096, 128))])
 def test_the_size_of_steps_follows_the_device(device: str, limits: tuple[int, int]) -> None:
     steps = config(device=device)
     assert (steps.max_prompt_tokens, steps.max_decoding) == limits

@@ -155,8 +155,8 @@ def test_the_largest_shape_is_recorded_first_because_others_share_its_memory() -
 def test_common_numbers_of_sequences_are_recorded_before_others() -> None:
     shapes = plan_graphs(256, 2048, any_width=False)
     at_start = [(each.num_sequences, each.num_blocks) for each in shapes.at_start]
-    assert at_start == [(256, 2048), *((count, 2048) for count in (64, 32, 16, 8, 4, 2, 1))]
-    common = {1, 2, 4, 8, 16, 32, 64}
+    common = (256, 128, 64, 32, 16, 8, 4, 2, 1)
+    assert at_start == [(count, width) for width in (2048, 256, 1024) for count in common]
     is_common = [each.num_sequences in common for each in shapes.when_idle]
     assert is_common == sorted(is_common, reverse=True)
     # 17 numbers of sequences, each with eight widths.
@@ -168,12 +168,15 @@ def test_one_width_does_where_attention_takes_as_many_programs_for_any() -> None
     assert {each.num_blocks for each in shapes.at_start + shapes.when_idle} == {8192}
     assert [each.num_sequences for each in shapes.at_start] == [64, 32, 16, 8, 4, 2, 1]
     assert [each.num_sequences for each in shapes.when_idle] == [24, 40, 48, 56]
+    [largest, *_] = plan_graphs(96, 8192, any_width=True).at_start
+    assert largest.num_sequences == 96
 
 
 def test_the_number_of_graphs_is_bounded_and_the_first_ones_are_kept() -> None:
-    shapes = plan_graphs(512, 8192, any_width=False, max_graphs=20)
-    assert shapes.at_start == plan_graphs(512, 8192, any_width=False).at_start
-    assert len(shapes.at_start + shapes.when_idle) == 20
+    every = plan_graphs(512, 8192, any_width=False)
+    shapes = plan_graphs(512, 8192, any_width=False, max_graphs=40)
+    assert shapes.at_start == every.at_start
+    assert shapes.at_start + shapes.when_idle == (every.at_start + every.when_idle)[:40]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
+from time import perf_counter
 
 import pytest
 import torch
@@ -60,7 +61,11 @@ class Rig:
 
 @contextmanager
 def rig(
-    decoder: StepDecoder | None = None, config: LoopConfig | None = None, runner: Runner | None = None
+    decoder: StepDecoder | None = None,
+    config: LoopConfig | None = None,
+    runner: Runner | None = None,
+    *,
+    has_started: bool = True,
 ) -> Iterator[Rig]:
     pool = BlockPool(16, BLOCK_SIZE)
     scheduler = DecodeScheduler(pool, DecodeSchedulerConfig(limits=limits()))
@@ -68,7 +73,8 @@ def rig(
     outputs: SimpleQueue[StepOutput] = SimpleQueue()
     fatal: SimpleQueue[BaseException] = SimpleQueue()
     loop = StepLoop(scheduler, runner, publish=outputs.put, on_fatal=fatal.put, config=config)
-    loop.start()
+    if has_started:
+        loop.start()
     try:
         yield Rig(loop, scheduler, outputs, fatal)
     finally:
@@ -245,8 +251,34 @@ def test_a_thread_that_hangs_while_it_records_is_seen_to_stall() -> None:
     with rig(runner=runner) as it:
         assert [graphs.started.get(timeout=WAIT_S) for _ in range(3)] == [False, False, True]
         assert it.loop.is_awake
-        assert it.loop.stalled_s > 0
+        stalled_s = it.loop.stalled_s
+        assert stalled_s > 0
+        before = perf_counter()
+        graphs.permits.release()
+        assert graphs.started.get(timeout=WAIT_S)
+        # Each graph is a start anew.
+        assert it.loop.stalled_s <= perf_counter() - before
         graphs.permits.release(3)
+
+
+def test_no_graph_is_recorded_while_a_request_waits_for_its_blocks() -> None:
+    graphs = Graphs()
+    runner = Runner(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler(), record_next=graphs.record_next)
+    graphs.permits.release(5)
+    while runner.prepare(is_idle=False):
+        pass
+    with rig(runner=runner, has_started=False) as it:
+        job = DecodeJob(
+            request_id=RequestId("r"), prompt_token_ids=[1, 2], params=PARAMS, hash_key=KEY, local_prefill_threshold=0
+        )
+        it.scheduler.reserve(job)  # Its blocks come from a prefill worker.
+        it.loop.start()
+        assert it.outputs.get(timeout=WAIT_S).load.num_held == 1
+        for _ in range(2):
+            assert not it.loop.call(it.scheduler.has_work).result(WAIT_S)
+        assert graphs.num_recorded == 2
+        it.loop.call(lambda: it.scheduler.abort(RequestId("r"))).result(WAIT_S)
+        assert [graphs.started.get(timeout=WAIT_S) for _ in range(5)] == [False, False, True, True, True]
 
 
 class Broken(FakeDecoder):

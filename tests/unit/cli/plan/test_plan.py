@@ -125,7 +125,7 @@ def test_two_ranks_share_the_weights_and_double_the_speed(model: str) -> None:
 
 def test_steps_are_as_large_as_those_of_workers_on_the_device(model: str) -> None:
     on_gpu = plan_of(model)
-    assert on_gpu == plan_of(model, max_num_batched_tokens=4096, max_num_seqs=256)
+    assert on_gpu == plan_of(model, max_num_batched_tokens=4096, max_num_seqs=128)
     assert on_gpu.fit != plan_of(model, max_num_batched_tokens=512, max_num_seqs=64).fit
 
 

@@ -13,6 +13,7 @@ from tests.support.devices import DEVICE, gpu_only
 pytest.importorskip("triton")
 
 from kernels.triton.gemm import TALL_TILES, GemmTile, choose_tile, choose_tile_for_rows, linear
+from pdserve.worker.serve.loaded_model import warm_up_lengths
 from tests.unit.kernels.combinations import combinations
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -120,6 +121,13 @@ def test_a_row_has_the_same_bits_in_a_tall_tile(tile: GemmTile) -> None:
 def test_tiles_are_as_tall_as_the_gpu_has_work(num_rows: int, out_features: int, tile: GemmTile) -> None:
     assert choose_tile_for_rows(num_rows, out_features, torch.bfloat16) == tile
     assert choose_tile_for_rows(num_rows, out_features, torch.float32) == choose_tile(out_features, torch.float32)
+
+
+@pytest.mark.parametrize("out_features", [128, 1000, 4096, 6144, 14336, 28672, 128256])
+def test_the_lengths_of_the_warm_up_take_each_tile(out_features: int) -> None:
+    """Else a request would wait while a kernel is compiled."""
+    warmed = {choose_tile_for_rows(rows, out_features, torch.bfloat16) for rows in (1, 48, *warm_up_lengths(4096))}
+    assert {choose_tile_for_rows(rows, out_features, torch.bfloat16) for rows in range(1, 4097)} == warmed
 
 
 class TestOnHardware:

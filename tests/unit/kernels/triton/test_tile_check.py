@@ -13,6 +13,8 @@ from tests.support.devices import DEVICE
 
 pytest.importorskip("triton")
 
+from triton.runtime.errors import OutOfResources
+
 from kernels.decoder import DecoderShape
 from kernels.triton import attention_launch, tile_check
 from kernels.triton.attention_launch import AttentionLaunch, AttentionSizes
@@ -30,13 +32,22 @@ SHAPE = DecoderShape(
 )
 
 
-def agree(dtype: torch.dtype = torch.bfloat16) -> bool:
+def agree(dtype: torch.dtype = torch.bfloat16, *, has_fp8_kv: bool = False) -> bool:
     """As `tall_tiles_agree`, without its cache."""
-    return tile_check.tall_tiles_agree.__wrapped__(SHAPE, dtype, DEVICE)
+    return tile_check.tall_tiles_agree.__wrapped__(SHAPE, dtype, DEVICE, has_fp8_kv=has_fp8_kv)
 
 
-def test_tall_tiles_have_the_bits_of_small_ones_here() -> None:
-    assert agree()
+@pytest.mark.parametrize("has_fp8_kv", [False, True])
+def test_tall_tiles_have_the_bits_of_small_ones_here(has_fp8_kv: bool) -> None:
+    assert agree(has_fp8_kv=has_fp8_kv)
+
+
+def test_a_gpu_with_too_little_shared_memory_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(x: Tensor, weight: Tensor, **options: object) -> Tensor:
+        raise OutOfResources(147456, 101376, "shared memory")
+
+    monkeypatch.setattr(tile_check, "linear", fails)
+    assert not agree()
 
 
 def test_float32_has_no_tall_tiles() -> None:

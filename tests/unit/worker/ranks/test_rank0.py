@@ -82,8 +82,11 @@ def test_all_ranks_record_the_same_graphs() -> None:
                 raise torch.OutOfMemoryError
             return True
 
-        record_next = Rank0(followers).record_next(own)
+        free = [0]
+        record_next = Rank0(followers).record_next(own, lambda: free[0])
         assert record_next(False)
+        assert not record_next(True)  # Little memory is left on rank 0, and so on the others.
+        free[0] = 1 << 30
         # The others have one graph more then, which exchanges results with none of rank 0.
         with pytest.raises(RuntimeError, match="No memory for a graph of rank 0"):
             record_next(True)
