@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -207,9 +207,13 @@ class RouterRequest:
 
         With `keeps_lease`, progress is passed on to the decode worker, as a router does.
         """
+        call = self.prefill_call(ticket, forced=forced, channel=channel, trace=trace)
         async with asyncio.timeout(DEADLINE_S):
-            with mapped_rpc_errors("the prefill worker"):
-                async for event in self.prefill_call(ticket, forced=forced, channel=channel, trace=trace):
+            with ExitStack() as stack:
+                # A cancellation between two reads does not reach the worker by itself.
+                stack.callback(call.cancel)
+                stack.enter_context(mapped_rpc_errors("the prefill worker"))
+                async for event in call:
                     if keeps_lease and event.HasField("progress"):
                         await self.send(keep_lease=decode_pb2.KeepLease())
                     for choice in event.first_token.choices:
