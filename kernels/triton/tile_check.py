@@ -34,7 +34,7 @@ _BLOCK_SIZE = 16
 def tall_tiles_agree(shape: DecoderShape, dtype: torch.dtype, device: torch.device, *, has_fp8_kv: bool) -> bool:
     """Whether products and prefill attention of a decoder have the same bits with tiles of 64 and of 128 rows.
 
-    Takes milliseconds, once the kernels are compiled. False for float32, which has no tall tiles, and for GPUs with too
+    A few launches, once the kernels are compiled. False for float32, which has no tall tiles, and for GPUs with too
     little shared memory for them.
     """
     if dtype == torch.float32:

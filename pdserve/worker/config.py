@@ -31,10 +31,10 @@ class StepLimits(NamedTuple):
     sequences: int
 
 
-#: 512 tokens of the default model take two cores about a third of a second.
+#: 512 tokens of the default model take two cores (Zen 4) about a third of a second.
 CPU_STEP = StepLimits(prompt_tokens=512, sequences=64)
-#: 4,096 tokens of a model of 8 billion parameters take an H200 about a tenth of a second, and the host some 10 ms to
-#: launch. Beside running sequences the ITL budget allows fewer.
+#: 4,096 tokens of a model of 8 billion parameters take an H200 about a tenth of a second in fast mode. Beside running
+#: sequences the ITL budget allows fewer.
 GPU_STEP = StepLimits(prompt_tokens=4096, sequences=128)
 
 

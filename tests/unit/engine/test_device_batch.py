@@ -73,6 +73,15 @@ def test_padding_rows_write_nothing_and_have_an_empty_context() -> None:
     assert there.block_tables.tolist() == [[1, 2, 3, 0], [4, 5, 6, 0], [7, 8, 9, 0], *[[0] * 4] * 5]
 
 
+def test_memory_whose_address_graphs_contain_never_grows() -> None:
+    shape = BatchShape.of(decoding(3))
+    batches = DeviceBatches(DEVICE, shape.num_elements)
+    address = batches.upload(decoding(3)).token_ids.data_ptr()
+    assert batches.upload(decoding(2)).token_ids.data_ptr() == address
+    with pytest.raises(AssertionError, match="graphs contain the address"):
+        batches.upload(decoding(4))
+
+
 @pytest.mark.parametrize("batch", [decoding(1), decoding(8)])
 def test_only_decoding_sequences_are_decode_only(batch: Batch) -> None:
     assert BatchShape.of(batch).is_decode_only

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.decoder import LayerListener
 from pdserve.engine.graph_shapes import GraphShapes, decode_shape, plan_graphs
-from pdserve.engine.graphs import Compute, DeviceDecoder, GraphConfig
+from pdserve.engine.graphs import Compute, CudaRecorder, DeviceDecoder, GraphConfig
 from pdserve.model.batch import Batch
 from tests.unit.engine.test_device_batch import DEVICE, decoding, mixed
 
@@ -57,6 +57,25 @@ def record_all(decoder: DeviceDecoder, *, is_idle: bool = True) -> int:
     while decoder.record_next(CACHE, is_idle=is_idle):
         count += 1
     return count
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("CUDA error: out of memory", torch.OutOfMemoryError),
+        ("CUDA error: an illegal memory access was encountered", torch.AcceleratorError),
+    ],
+)
+def test_memory_that_the_driver_lacks_is_reported_like_memory_that_torch_lacks(
+    monkeypatch: pytest.MonkeyPatch, message: str, expected: type[Exception]
+) -> None:
+    def fails(recorder: CudaRecorder, compute: Compute) -> Compute:
+        raise torch.AcceleratorError(message)
+
+    monkeypatch.setattr(CudaRecorder, "_record", fails)
+    with pytest.raises(expected, match=message) as raised:
+        CudaRecorder().record(lambda: CACHE)
+    assert raised.type is expected
 
 
 def test_a_launched_step_calls_back_after_each_layer_and_a_replayed_one_does_not() -> None:

@@ -221,9 +221,23 @@ class Graphs:
         return True
 
 
+def recording(graphs: Graphs) -> Runner:
+    """A runner that records them."""
+    return Runner(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler(), record_next=graphs.record_next)
+
+
+def prepared(graphs: Graphs) -> Runner:
+    """A runner that has recorded those for the start."""
+    runner = recording(graphs)
+    graphs.permits.release(2)
+    while runner.prepare(is_idle=False):
+        pass
+    return runner
+
+
 def test_graphs_are_recorded_while_nothing_else_is_to_be_done() -> None:
     graphs = Graphs()
-    runner = Runner(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler(), record_next=graphs.record_next)
+    runner = recording(graphs)
     with rig(runner=runner) as it:
         assert not it.loop.call(lambda: graphs.num_recorded).result(WAIT_S)  # Those of the start come first.
         graphs.permits.release(2)
@@ -244,11 +258,7 @@ def test_graphs_are_recorded_while_nothing_else_is_to_be_done() -> None:
 
 def test_a_thread_that_hangs_while_it_records_is_seen_to_stall() -> None:
     graphs = Graphs()
-    runner = Runner(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler(), record_next=graphs.record_next)
-    graphs.permits.release(2)
-    while runner.prepare(is_idle=False):
-        pass
-    with rig(runner=runner) as it:
+    with rig(runner=prepared(graphs)) as it:
         assert [graphs.started.get(timeout=WAIT_S) for _ in range(3)] == [False, False, True]
         assert it.loop.is_awake
         stalled_s = it.loop.stalled_s
@@ -263,10 +273,8 @@ def test_a_thread_that_hangs_while_it_records_is_seen_to_stall() -> None:
 
 def test_no_graph_is_recorded_while_a_request_waits_for_its_blocks() -> None:
     graphs = Graphs()
-    runner = Runner(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler(), record_next=graphs.record_next)
-    graphs.permits.release(5)
-    while runner.prepare(is_idle=False):
-        pass
+    runner = prepared(graphs)
+    graphs.permits.release(3)
     with rig(runner=runner, has_started=False) as it:
         job = DecodeJob(
             request_id=RequestId("r"), prompt_token_ids=[1, 2], params=PARAMS, hash_key=KEY, local_prefill_threshold=0
