@@ -28,7 +28,8 @@ from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.loop import LoopConfig, StepLoop
 from pdserve.engine.step import StepOutput
-from pdserve.worker.serve.loaded_model import LoadedModel, load_model, warm_up
+from pdserve.worker.serve.loaded_model import LoadedModel, load_model
+from pdserve.worker.serve.warm_up import warm_up
 
 NUM_RUNNING = 4
 RUNNING_PROMPT_TOKENS = 64

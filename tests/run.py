@@ -24,6 +24,7 @@ SIMULATED_GPU = (
     "tests/unit/engine/test_waits_on_device.py",
     "tests/unit/kernels/test_choice.py::TestOnHardware",
     "tests/unit/kernels/triton/test_decoder.py::TestOnHardware",
+    "tests/unit/model/test_device_weights.py::TestOnHardware",
     "tests/unit/worker/ranks/test_follower.py::TestOnHardware",
     "tests/unit/worker/kv_bytes/test_device_copies_on_device.py",
     "tests/unit/worker/kv_bytes/test_device_offers.py",

@@ -184,7 +184,7 @@ class UpConfig:
         30.0, help="seconds without a sign of life after which a hanging process is killed and restarted", minimum=1
     )
     fork_workers: bool = option(
-        True, help="without GPUs, fork workers from a process that has imported everything, so that they start fast"
+        True, help="fork workers from a process that has imported everything, so that they start fast"
     )
     drain_timeout_s: float = option(45.0, help="maximum seconds for running requests to finish after Ctrl-C", minimum=0)
     log_level: str = option("info", help="minimum level of log lines", choices=LEVELS)

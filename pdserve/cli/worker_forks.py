@@ -12,19 +12,25 @@ from pdserve.cli.supervisor.fork_server import ForkServer
 from pdserve.cli.up_config import UpConfig
 
 #: What workers import.
-_WORKER_MODULES = ("worker_svc.service", "pdserve.worker.serve.process")
+WORKER_MODULES = ("worker_svc.service", "pdserve.worker.serve.process")
+#: What those on GPUs import besides, once they know that they have one: Triton, and the modules of its kernels.
+GPU_MODULES = (
+    "kernels.triton.decoder",
+    "kernels.triton.tile_check",
+    "pdserve.engine.device_sampler",
+    "pdserve.worker.kv_bytes.device_blocks",
+    "pdserve.worker.kv_bytes.staged_offers",
+)
 
 
 def fork_server(config: UpConfig, run: RunEnvironment) -> ForkServer | None:
-    """What forks the workers, so that they start without importing; None where they are executed.
-
-    CUDA in a forked process is not supported.
-    """
-    if not config.fork_workers or gpu_shares(config, run.hardware.num_gpus):
+    """What forks the workers, so that they start without importing; None where they are executed."""
+    if not config.fork_workers:
         return None
+    has_gpus = bool(gpu_shares(config, run.hardware.num_gpus))
     return ForkServer(
         (sys.executable, *run.python_flags),
-        _WORKER_MODULES,
+        (*WORKER_MODULES, *(GPU_MODULES if has_gpus else ())),
         {**run.variables, **thread_environment(1)},
         run.log_dir / "fork-server.log",
     )

@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
-from operator import index as as_integer
 from pathlib import Path
 
 from pdserve.base.errors import SetupError
 from pdserve.model.fields import Fields
+from pdserve.model.stored_tensors import stored_tensors
 from pdserve.model.weight_digest import weight_digest
 
 _INDEX = "model.safetensors.index.json"
-_MAX_HEADER_BYTES = 100_000_000
 #: Files that are read at a time.
 _READERS = 4
 #: Far above the number of files of a real model, and below the number of files that a process may have open.
@@ -53,7 +52,7 @@ def fingerprint(model_dir: Path) -> str:
         digest.update(json.dumps(config, sort_keys=True).encode())
         paths = weight_files(model_dir)
         for path in paths:
-            _check_header(path)
+            stored_tensors(path)  # Refuses a damaged file before anything starts.
         with ThreadPoolExecutor(min(len(paths), _READERS)) as readers:
             for path, sha256 in zip(paths, readers.map(weight_digest, paths), strict=True):
                 digest.update(f"{path.name} {sha256} ".encode())
@@ -62,23 +61,3 @@ def fingerprint(model_dir: Path) -> str:
     except (ValueError, RecursionError) as error:
         raise SetupError(f"{model_dir / 'config.json'} is not valid JSON: {error}.") from error
     return digest.hexdigest()
-
-
-def _check_header(path: Path) -> None:
-    """Refuses a file that cannot be loaded before anything starts; loading checks the rest."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > _MAX_HEADER_BYTES:
-            raise SetupError(
-                f"{path} is not a readable safetensors file: its header has {size} bytes (limit {_MAX_HEADER_BYTES})."
-            )
-        header = file.read(size)
-    data_bytes = path.stat().st_size - 8 - size
-    try:
-        tensors = json.loads(header)
-        offsets = [tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__"]
-        is_valid = all(0 <= as_integer(start) <= as_integer(end) <= data_bytes for start, end in offsets)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError):
-        is_valid = False
-    if not is_valid:
-        raise SetupError(f"{path} is not a readable safetensors file: its header is damaged, or the file is cut off.")

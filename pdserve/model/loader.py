@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol, cast
@@ -18,17 +18,16 @@ from pdserve.base.errors import SetupError
 from pdserve.model.checkpoint import weight_files
 from pdserve.model.config import DTYPES, ModelConfig
 from pdserve.model.decoder import Decoder, decoder_shape
+from pdserve.model.device_weights import read_to_device
 from pdserve.model.sharding import Shard, rank_config, tensor_shards
-from pdserve.model.tensors import Shape, check_tensors
+from pdserve.model.stored_tensors import ITEM_BYTES, StoredTensor, stored_tensors
+from pdserve.model.tensors import check_tensors
 from pdserve.model.weights import assemble
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: Supported dtypes, as safetensors names them. Any other (int8, fp8) means a quantized checkpoint.
-_FLOATS = ("F64", "F32", "BF16", "F16")
 
 
 class _Slice(Protocol):
-    def get_dtype(self) -> str: ...
     def get_shape(self) -> list[int]: ...
     def __getitem__(self, shard: Shard) -> Tensor: ...
 
@@ -43,6 +42,10 @@ class TensorFile(Protocol):
 
 #: What names start with in a checkpoint of a whole model.
 _BASE = "model."
+
+
+def _is_base_model(names: Container[str]) -> bool:
+    return "embed_tokens.weight" in names
 
 
 class _BaseModelFile:
@@ -111,27 +114,57 @@ def load_weights(
     """The weights of a model directory. Of tensors that `size` ranks split, only this rank's shards are read.
 
     On the CPU, tensors stored in that dtype stay in the page cache, where all processes share them; others are copies.
-    On another device, tensors are read straight into its memory, and matrices that are multiplied together adjoin.
-    Raises `SetupError` like `load_decoder`, and when the ranks cannot split the model.
+    On another device they are `pdserve.model.device_weights`. Raises `SetupError` like `load_decoder`, and when the
+    ranks cannot split the model.
     """
-    name = _dtype(config, dtype)
-    shards = tensor_shards(config, rank, size)
-    with open_checkpoint(model_dir, device) as file_of:
-        check_tensors(config, dict(_shapes(file_of)), str(model_dir))
+    torch_dtype = _TORCH_DTYPES[_dtype(config, dtype)]
+    shards, stored = tensor_shards(config, rank, size), _checked_tensors(model_dir, config)
+    if device != "cpu":
+        tensors = _read_to_device(model_dir, stored, shards, torch_dtype, torch.device(device))
+        return assemble(config, tensors.__getitem__, rank=rank, size=size)
+    with open_checkpoint(model_dir) as file_of:
 
         def get(tensor: str) -> Tensor:
-            return _read(file_of[tensor], tensor, shards[tensor]).to(dtype=_TORCH_DTYPES[name])
+            return _read(file_of[tensor], tensor, shards[tensor]).to(dtype=torch_dtype)
 
+        return assemble(config, get, rank=rank, size=size)
+
+
+def _checked_tensors(model_dir: Path, config: ModelConfig) -> dict[str, StoredTensor]:
+    """Where each tensor is stored. Raises `SetupError` for tensors that the config does not describe."""
+    stored: dict[str, StoredTensor] = {}
+    for path in weight_files(model_dir):
         try:
-            return assemble(config, get, side_by_side=device != "cpu", rank=rank, size=size)
-        except torch.OutOfMemoryError as error:
-            needed = _num_elements(shards) * _TORCH_DTYPES[name].itemsize
-            free, total = torch.cuda.mem_get_info(device)
-            raise SetupError(
-                f"The weights of {model_dir} do not fit on {device}: they need {needed / 2**30:.2f} GiB in {name}, and "
-                f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB were free when loading failed. Use a larger GPU or a "
-                "smaller model, or stop other programs on the GPU."
-            ) from error
+            stored |= stored_tensors(path)
+        except OSError as error:
+            raise SetupError(f"Cannot read {path}: {error.strerror}.") from error
+    if _is_base_model(stored):
+        stored = {_BASE + name: tensor for name, tensor in stored.items()}
+    for name, tensor in stored.items():
+        if tensor.dtype not in ITEM_BYTES:
+            supported = ", ".join(ITEM_BYTES)
+            raise SetupError(f"{name} has type {tensor.dtype}, which is not supported; supported: {supported}.")
+    check_tensors(config, {name: tensor.shape for name, tensor in stored.items()}, str(model_dir))
+    return stored
+
+
+def _read_to_device(
+    model_dir: Path,
+    stored: Mapping[str, StoredTensor],
+    shards: Mapping[str, Shard],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    try:
+        return read_to_device(stored, shards, dtype, device)
+    except torch.OutOfMemoryError as error:
+        needed = _num_elements(shards) * dtype.itemsize
+        free, total = torch.cuda.mem_get_info(device)
+        raise SetupError(
+            f"The weights of {model_dir} do not fit on {device}: they need {needed / 2**30:.2f} GiB in "
+            f"{str(dtype).removeprefix('torch.')}, and {free / 2**30:.2f} of {total / 2**30:.2f} GiB were free when "
+            "loading failed. Use a larger GPU or a smaller model, or stop other programs on the GPU."
+        ) from error
 
 
 def memory_of_weights(config: ModelConfig, *, dtype: str, kernels: KernelOptions, ranks: Ranks = ALONE) -> int:
@@ -169,25 +202,16 @@ def _num_elements(shards: Mapping[str, Shard]) -> int:
 
 
 @contextmanager
-def open_checkpoint(model_dir: Path, device: str = "cpu") -> Iterator[dict[str, TensorFile]]:
+def open_checkpoint(model_dir: Path) -> Iterator[dict[str, TensorFile]]:
     """Maps tensor names to their files, which are open within the context. Raises `SetupError`."""
     with ExitStack() as stack:
         file_of: dict[str, TensorFile] = {}
         for path in weight_files(model_dir):
             try:
-                file = cast(TensorFile, stack.enter_context(safe_open(path, framework="pt", device=device)))
+                file = cast(TensorFile, stack.enter_context(safe_open(path, framework="pt")))
             except (SafetensorError, OSError) as error:
                 raise SetupError(f"{path} is not a readable safetensors file: {error}.") from error
             file_of |= dict.fromkeys(file.keys(), file)
-        if "embed_tokens.weight" in file_of:
+        if _is_base_model(file_of):
             file_of = {_BASE + name: _BaseModelFile(file) for name, file in file_of.items()}
         yield file_of
-
-
-def _shapes(file_of: Mapping[str, TensorFile]) -> Iterator[tuple[str, Shape]]:
-    for name, file in file_of.items():
-        view = file.get_slice(name)
-        if view.get_dtype() not in _FLOATS:
-            supported = ", ".join(_FLOATS)
-            raise SetupError(f"{name} has type {view.get_dtype()}, which is not supported; supported: {supported}.")
-        yield name, tuple(view.get_shape())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from kernels.decoder import DecoderWeights, LayerWeights
@@ -12,29 +11,21 @@ from kernels.split import even_slice
 from pdserve.model.config import ModelConfig
 
 
-def assemble(
-    config: ModelConfig, get: Callable[[str], Tensor], *, side_by_side: bool = False, rank: int = 0, size: int = 1
-) -> DecoderWeights:
+def assemble(config: ModelConfig, get: Callable[[str], Tensor], *, rank: int = 0, size: int = 1) -> DecoderWeights:
     """Assembles the weights of a rank; `get` is called once for each tensor of which the rank has a shard.
 
     `get` returns that shard (`pdserve.model.sharding.tensor_shards`). `lm_head` is a view of a tied embedding.
-    With `side_by_side`, q, k and v become views of one matrix, and so do gate and up. That copies a layer at a time.
     """
-    join = _adjacent if side_by_side else lambda *matrices: matrices
     embedding = get("model.embed_tokens.weight")
     return DecoderWeights(
         embedding=embedding,
         layers=tuple(
-            _assemble_layer(config, f"model.layers.{index}.", get, join, adds_bias=rank == 0)
+            _assemble_layer(config, f"model.layers.{index}.", get, adds_bias=rank == 0)
             for index in range(config.num_layers)
         ),
         norm=get("model.norm.weight"),
         lm_head=_tied(embedding, rank, size) if config.tie_word_embeddings else get("lm_head.weight"),
     )
-
-
-def _adjacent(*matrices: Tensor) -> Sequence[Tensor]:
-    return torch.split(torch.cat(matrices), [len(matrix) for matrix in matrices])
 
 
 def _tied(embedding: Tensor, rank: int, size: int) -> Tensor:
@@ -45,7 +36,6 @@ def _assemble_layer(
     config: ModelConfig,
     prefix: str,
     get: Callable[[str], Tensor],
-    join: Callable[..., Sequence[Tensor]],
     *,
     adds_bias: bool,
 ) -> LayerWeights:
@@ -54,13 +44,11 @@ def _assemble_layer(
     def get_if(exists: bool, name: str) -> Tensor | None:
         return get(prefix + name) if exists else None
 
-    q, k, v = join(*(get(f"{prefix}self_attn.{name}_proj.weight") for name in "qkv"))
-    gate, up = join(*(get(f"{prefix}mlp.{name}_proj.weight") for name in ("gate", "up")))
     return LayerWeights(
         input_norm=get(prefix + "input_layernorm.weight"),
-        q=q,
-        k=k,
-        v=v,
+        q=get(prefix + "self_attn.q_proj.weight"),
+        k=get(prefix + "self_attn.k_proj.weight"),
+        v=get(prefix + "self_attn.v_proj.weight"),
         q_bias=get_if(config.qkv_bias, "self_attn.q_proj.bias"),
         k_bias=get_if(config.qkv_bias, "self_attn.k_proj.bias"),
         v_bias=get_if(config.qkv_bias, "self_attn.v_proj.bias"),
@@ -69,9 +57,9 @@ def _assemble_layer(
         output=get(prefix + "self_attn.o_proj.weight"),
         output_bias=get_if(config.output_bias and adds_bias, "self_attn.o_proj.bias"),
         post_attention_norm=get(prefix + "post_attention_layernorm.weight"),
-        gate=gate,
+        gate=get(prefix + "mlp.gate_proj.weight"),
         gate_bias=get_if(config.mlp_bias, "mlp.gate_proj.bias"),
-        up=up,
+        up=get(prefix + "mlp.up_proj.weight"),
         up_bias=get_if(config.mlp_bias, "mlp.up_proj.bias"),
         down=get(prefix + "mlp.down_proj.weight"),
         down_bias=get_if(config.mlp_bias and adds_bias, "mlp.down_proj.bias"),

@@ -142,10 +142,15 @@ class ForkServer:
         try:
             async with asyncio.timeout(_PREPARE_TIMEOUT_S):
                 await loop.sock_sendall(control, await self._calls)
-                return bool(await loop.sock_recv(control, 64))
-        except (OSError, TimeoutError) as error:
-            log.warning("fork_server_given_up", reason=error or "its calls take too long")
-            return False
+                if await loop.sock_recv(control, 64):
+                    return True
+                reason: object = f"it has ended; {self._log_path} says why"
+        except OSError as error:
+            reason = error
+        except TimeoutError:
+            reason = "its calls take too long"
+        log.warning("fork_server_given_up", reason=reason)
+        return False
 
     def _start(self, control: int) -> subprocess.Popen[bytes]:
         with self._log_path.open("ab", buffering=0) as log:

@@ -4,7 +4,8 @@
 
 Importing takes most of the time in which a service starts. A forked one has everything imported, and what the calls
 have left in caches. It shares the memory of both, and is otherwise as if it had been executed: a session, an
-environment, arguments, output and a parent of its own.
+environment, arguments, output and a parent of its own. One that has opened a GPU forks nothing: see
+`pdserve.base.gpu_files`.
 
     supervisor -> fork server -> (ends at once) -> service
 
@@ -30,6 +31,7 @@ import traceback
 from dataclasses import dataclass
 
 from pdserve.base.collector import importing
+from pdserve.base.gpu_files import opened_gpu_files
 
 _PR_SET_PDEATHSIG = 1
 #: Bytes of a request, at most: arguments and environment.
@@ -58,6 +60,9 @@ def main() -> None:
             return
         for module, function, argument in json.loads(calls):
             _call(module, function, argument)
+    if opened := opened_gpu_files():
+        print(f"Services are executed, not forked: an import, or a call, has opened {', '.join(opened)}.", flush=True)
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control.send(b"ready")
     service = _serve(control, supervisor)

@@ -6,7 +6,11 @@ import torch
 
 from pdserve.base.config import variable
 from pdserve.base.errors import SetupError
+from pdserve.base.logs import get_logger
+from pdserve.base.timing import timed
 from pdserve.worker.config import WorkerConfig
+
+log = get_logger(__name__)
 
 
 def require_handover_memory(config: WorkerConfig) -> None:
@@ -51,17 +55,22 @@ def open_device(name: str, num_ranks: int = 1) -> torch.device:
         return device
     if device.type != "cuda":
         raise SetupError(f"--device {name} is not supported. Use cpu or cuda.")
+    with timed(log, "device_opened"):
+        return _open_gpu(name, device.index or 0, num_ranks)
+
+
+def _open_gpu(name: str, index: int, num_ranks: int) -> torch.device:
     if not torch.cuda.is_available():
         why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
         raise SetupError(f"--device {name} needs a GPU, but {why}. Use --device cpu, or fix the installation.")
     count = torch.cuda.device_count()
-    index = device.index or 0
     last = index + num_ranks - 1
     if last >= count:
         ranks = "" if num_ranks == 1 else f" with --tensor-parallel-size {num_ranks}"
         raise SetupError(
             f"--device {name}{ranks} needs cuda:{last}, but this machine has {count} GPUs, cuda:0 to cuda:{count - 1}."
         )
+    # This makes the context, which takes some tenths of a second.
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

@@ -78,6 +78,15 @@ class CudaMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """What the largest steps need in addition to weights and KV, in bytes."""
+
+    peak: int
+    #: Memory that CUDA graphs compute in, and that nothing else uses.
+    graphs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
     """A GPU's memory when this worker started, and the worker's needs since, in bytes."""
 
@@ -85,9 +94,8 @@ class MemoryProfile:
     #: Memory that was free before this worker allocated any.
     free: int
     weights: int
-    #: Peak of the largest step, in addition to weights and KV.
+    #: As `Activations`.
     activations: int
-    #: Memory that CUDA graphs compute in, and that nothing else uses.
     graphs: int = 0
     #: Buffers for communication between ranks.
     group: int = 0
@@ -118,15 +126,6 @@ class LargestSteps:
     replayed: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryBefore:
-    """Memory before the weights were loaded, in bytes."""
-
-    free: int
-    #: Part of `free` that communication between ranks has taken since.
-    group: int = 0
-
-
 def await_free_memory(
     memory: DeviceMemory, needed: int, *, limit_s: float = _FREED_S, pause: Callable[[float], None] = time.sleep
 ) -> int:
@@ -134,27 +133,24 @@ def await_free_memory(
 
     A worker that was killed keeps its memory until the workers that have mapped it have noticed. No event says when.
     """
-    free, waited_s = memory.free(), 0.0
-    if free < needed:
-        log.info("waits_for_gpu_memory", free=free, needed=needed)
+    free, waited_s, total_s = memory.free(), 0.0, 0.0
+    if free >= needed:
+        return free
+    log.info("waits_for_gpu_memory", free=free, needed=needed)
     while free < needed and waited_s < limit_s:
         pause(_FREED_PAUSE_S)
         waited_s += _FREED_PAUSE_S
+        total_s += _FREED_PAUSE_S
         now = memory.free()
         if now > free:
             free, waited_s = now, 0.0
+    log.info("waited_for_gpu_memory", free=free, seconds=round(total_s, 3))
     return free
 
 
-def profile_memory(
-    decoder: Decoder,
-    sampler: TokenSampler | None,
-    layout: KvLayout,
-    memory: DeviceMemory,
-    *,
-    before: MemoryBefore,
-    steps: LargestSteps,
-) -> MemoryProfile:
+def measure_activations(
+    decoder: Decoder, sampler: TokenSampler | None, layout: KvLayout, memory: DeviceMemory, steps: LargestSteps
+) -> Activations:
     """Runs the largest steps, with sampling, in a KV cache of one block that all rows overwrite.
 
     These are a chunk of prompts, decoding sequences padded as for graphs, and both together. `sampler` is None on ranks
@@ -162,7 +158,7 @@ def profile_memory(
     """
     weights = memory.allocated()
     try:
-        activations, graphs = _peaks(decoder, sampler, layout, memory, steps)
+        return _peaks(decoder, sampler, layout, memory, steps)
     except torch.OutOfMemoryError as error:
         raise SetupError(
             f"Steps of {steps.num_tokens} prompt tokens and {steps.num_decoding} sequences do not fit into GPU memory: "
@@ -171,23 +167,14 @@ def profile_memory(
         ) from error
     except RuntimeError as error:
         raise SetupError(f"The model does not run on {decoder.device}: {error}.") from error
-    return MemoryProfile(
-        total=memory.total(),
-        free=before.free,
-        weights=weights,
-        activations=activations,
-        graphs=graphs,
-        group=before.group,
-    )
 
 
 def _peaks(
     decoder: Decoder, sampler: TokenSampler | None, layout: KvLayout, memory: DeviceMemory, steps: LargestSteps
-) -> tuple[int, int]:
-    """Peak bytes of all steps, and of those that are replayed from graphs."""
+) -> Activations:
     cache = KvCache(layout, 1, decoder.device)
     held = memory.allocated()
-    activations = graphs = 0
+    peak = graphs = 0
     for batch in _largest_batches(layout, steps, decoder.max_model_len):
         memory.reset_peak()
         logits = decoder.forward(batch.to(decoder.device), cache.tensor)
@@ -200,8 +187,8 @@ def _peaks(
             num_rows = len(logits) if only_decodes else min(MAX_ROWS, len(logits) * MAX_N)
             row = SampleRow(params=_LARGEST_SAMPLING, choice_index=0, tokens=array("q", [0]), num_prompt=1)
             sampler.sample(logits, [row] * num_rows, [index % len(logits) for index in range(num_rows)])
-        activations = max(activations, memory.peak() - held)
-    return activations, graphs
+        peak = max(peak, memory.peak() - held)
+    return Activations(peak=peak, graphs=graphs)
 
 
 def _largest_batches(layout: KvLayout, steps: LargestSteps, longest: int) -> list[Batch]:

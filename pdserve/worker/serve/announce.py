@@ -10,6 +10,7 @@ from kvtransfer.index.kv_events import KvEventPublisher
 from pdserve import __version__
 from pdserve.base.logs import get_logger
 from pdserve.base.sampling import SAMPLING_VERSION
+from pdserve.base.timing import process_age_s
 from pdserve.engine.pace import Pace
 from pdserve.engine.step import Load
 from pdserve.model.revision import revision_of
@@ -161,6 +162,7 @@ def describe(worker: Worker, addresses: WorkerAddresses) -> None:
         revision=revision_of(Path(config.model)),
         borrow_cpus=",".join(map(str, kernels.borrow_cpus)),
         tall_tiles=kernels.tall_tiles or None,
+        process_age_s=round(process_age_s(), 2),
         **identity,
         **chosen,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +11,6 @@ import torch
 from kernels.choice import KernelChoice
 from kernels.cpu.decoder import Borrowing
 from pdserve.base.layout import KvLayout
-from pdserve.base.logs import get_logger
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.cpu_sampler import CpuSampler
 from pdserve.engine.device_runner import DeviceRunner
@@ -21,26 +19,18 @@ from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import Runner
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence_limits import SequenceLimits
-from pdserve.model.batch import Batch
 from pdserve.model.decoder import Decoder
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.load.core_leases import CoreLeases
 from pdserve.worker.load.cores import open_core_leases, require_cpus
 from pdserve.worker.load.device import open_device, require_handover_memory
 from pdserve.worker.load.memory_profile import CudaMemory
-from pdserve.worker.load.model_shard import ModelShard, load_shard, open_sampler
-from pdserve.worker.load.populate import populate_head
+from pdserve.worker.load.model_shard import ModelShard, load_shard
+from pdserve.worker.load.samplers import open_sampler
 from pdserve.worker.ranks.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from pdserve.engine.device_sampler import DeviceSampler
-
-log = get_logger(__name__)
-
-#: Rows of the warm-up step: enough to take the code paths of a prompt, which the C++ kernels do above 32 rows.
-_WARM_UP_TOKENS = 48
-#: From as many rows on, a GPU's kernels have different tiles for different numbers of rows.
-_TILED_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,42 +119,3 @@ def _borrowing(config: WorkerConfig, leases: CoreLeases | None) -> Borrowing | N
     if leases is None or not config.borrow_cpus:
         return None
     return Borrowing(leases=leases.memory, borrower=leases.borrower, cpus=config.borrow_cpus)
-
-
-def warm_up(loaded: LoadedModel, *, max_prompt_tokens: int) -> None:
-    """Computes prompt chunks and one decode row, so that no request pays for page faults, compiling or lazy set-up.
-
-    On a GPU these are chunks of each power of two up to `max_prompt_tokens`: a tile is chosen for at least a factor of
-    two of rows, so that each is compiled. Before, records the graphs that are needed first. Runs on the step thread
-    before anything else. It overwrites the first blocks, which are free then.
-    """
-    populate_head(loaded.kv_cache.memory)
-    _record_graphs(loaded.runner)
-    block_size = loaded.layout.block_size
-    capacity = min(loaded.pool.num_blocks * block_size, loaded.limits.max_model_len)
-    lengths = warm_up_lengths(max_prompt_tokens) if loaded.decoder.device.type == "cuda" else []
-    for num_tokens in (min(_WARM_UP_TOKENS, capacity), *(length for length in lengths if length <= capacity), 1):
-        rows = torch.arange(num_tokens)
-        batch = Batch(
-            token_ids=torch.zeros(num_tokens, dtype=torch.int64),
-            positions=rows,
-            slot_mapping=rows,
-            query_starts=torch.tensor([0, num_tokens]),
-            context_lens=torch.tensor([num_tokens]),
-            block_tables=torch.arange(-(-num_tokens // block_size)).unsqueeze(0),
-            logits_rows=torch.tensor([num_tokens - 1]),
-        )
-        loaded.runner.try_out(batch)
-
-
-def warm_up_lengths(max_prompt_tokens: int) -> list[int]:
-    """Lengths of chunks for which a GPU's kernels may have different tiles."""
-    return [1 << exponent for exponent in range(_TILED_TOKENS.bit_length() - 1, max_prompt_tokens.bit_length())]
-
-
-def _record_graphs(runner: Runner) -> None:
-    started_at, num_graphs = perf_counter(), 0
-    while runner.prepare(is_idle=False):
-        num_graphs += 1
-    if num_graphs:
-        log.info("graphs_recorded", count=num_graphs, seconds=round(perf_counter() - started_at, 3))

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
-from pathlib import Path
 
 import grpc
 
-from kvtransfer.transport import LocalTransports, Transport, open_transport
-from kvtransfer.transport.local.socket_directory import SocketDirectory
 from pdserve.base.collector import exempt_all
-from pdserve.base.errors import Draining, SetupError
+from pdserve.base.errors import Draining
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.logs import get_logger
 from pdserve.base.tasks import service_group, stop_event_on_signals
+from pdserve.base.timing import process_age_s, timed
 from pdserve.net import notify
 from pdserve.net.admin import Health, bound_socket, serve_admin
 from pdserve.net.rpc import GrpcHealth, GrpcPort, serve_grpc_at
 from pdserve.observe import audit
 from pdserve.observe.tracing.setup import span_counters, tracing
 from pdserve.peers.deaths import note_death
-from pdserve.peers.peer_tls import PeerTls, peer_tls
+from pdserve.peers.peer_tls import peer_tls
 from pdserve.peers.registry import Registrar, Tier
 from pdserve.peers.seals import Seals
 from pdserve.peers.secret import read_secret
-from pdserve.peers.tcp_filter import filter_refusal
 from pdserve.redis.store import Store
 from pdserve.v1 import diagnostics_pb2_grpc
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.load.claims import claim_when_free
-from pdserve.worker.load.device import bind_thread, local_gpu
 from pdserve.worker.load.populate import populating
 from pdserve.worker.serve.announce import WorkerAddresses, announce, describe
 from pdserve.worker.serve.diagnostics import DiagnosticsService
@@ -46,6 +40,7 @@ from pdserve.worker.serve.loaded_model import LoadedModel, load_model
 from pdserve.worker.serve.manual_drain import ManualDrain
 from pdserve.worker.serve.message_limits import max_call_bytes
 from pdserve.worker.serve.metrics import WorkerMetrics
+from pdserve.worker.serve.opened_transport import opened_transport
 from pdserve.worker.serve.role_change import RoleChange
 from pdserve.worker.serve.stall_watch import watch_stalls
 from pdserve.worker.serve.worker import TierService, Worker
@@ -58,6 +53,7 @@ _LAST_WORDS_S = 1.0
 
 async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker], TierService]) -> None:
     """Serves until SIGTERM or SIGINT, then drains. Raises what ended the step loop: the process must end with it."""
+    log.info("modules_imported", process_age_s=round(process_age_s(), 2))
     stop = stop_event_on_signals(audit.stop_requested)
     health, metrics = Health(), WorkerMetrics(model_name=config.model_name, tier=tier)
     metrics.watch(health)
@@ -75,20 +71,19 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
         )
         note = await stack.enter_async_context(_exit_note(config, store, metrics))
         model, grammars = await _load(config, stack)
-        transport = await stack.enter_async_context(_opened_transport(config, seals, tls, metrics))
+        transport = await stack.enter_async_context(opened_transport(config, seals, tls, metrics))
         tasks = await stack.enter_async_context(service_group())
         make = partial(Worker, config=config, tier=tier, worker_id=_worker_id(config, tier), epoch=new_epoch())
         make = partial(make, model=model, grammars=grammars, transport=transport, metrics=metrics, tasks=tasks)
-        # In a thread: kernels that pack blocks may have to be compiled, and health checks are answered meanwhile.
-        worker = await asyncio.to_thread(make, seals=seals, tls=tls, tracer=tracer)
+        worker = await _made(partial(make, seals=seals, tls=tls, tracer=tracer))
         service = build(worker)
         notify.status("warming up")
         served = _served(service, diagnostics := DiagnosticsService(worker, store), worker)
         async with worker.computing(service) as fatal, served as (grpc_address, streams, grpc_health):
             addresses = WorkerAddresses(grpc=grpc_address, http=http_address, streams=streams)
             registrar = announce(worker, service, store=store, health=health, addresses=addresses)
-            describe(worker, addresses)
             await _start_accepting(worker, health, grpc_health, registrar)
+            describe(worker, addresses)
             _obey(diagnostics, worker, service, health, partial(_publish_readiness, health, grpc_health, registrar))
             if note is not None:
                 note.serving()
@@ -121,12 +116,19 @@ async def _load(config: WorkerConfig, stack: AsyncExitStack) -> tuple[LoadedMode
     return model, grammars
 
 
+async def _made(make: Callable[[], Worker]) -> Worker:
+    """In a thread: kernels that pack blocks may have to be compiled, and health checks are answered meanwhile."""
+    with timed(log, "handover_prepared"):
+        return await asyncio.to_thread(make)
+
+
 def _worker_id(config: WorkerConfig, tier: Tier) -> WorkerId:
     return WorkerId(config.worker_id or f"{tier}-{secrets.token_hex(4)}")
 
 
 async def _start_accepting(worker: Worker, health: Health, grpc_health: GrpcHealth, registrar: Registrar) -> None:
-    await worker.grammars.read_vocabulary()
+    with timed(log, "vocabulary_read"):
+        await worker.grammars.read_vocabulary()
     exempt_all()
     health.not_ready = None
     worker.calls.accept()
@@ -166,60 +168,6 @@ async def _stop_accepting(worker: Worker, health: Health, grpc_health: GrpcHealt
 async def _publish_readiness(health: Health, grpc_health: GrpcHealth, registrar: Registrar) -> None:
     await grpc_health.set_serving(health.is_ready)
     registrar.announce()
-
-
-def _keeps_strangers_out(config: WorkerConfig, seals: Seals, tls: PeerTls | None) -> bool:
-    """Whether UCX is guarded: peers have to prove who they are, and the kernel allows filters.
-
-    Raises: SetupError when the kernel refuses filters, and the guard is required.
-    """
-    has_peers_known = tls is not None or (seals.secret is not None and not seals.accepts_strangers)
-    if config.transport != "ucx" or config.guard_transport == "off" or not has_peers_known:
-        return False
-    refusal = filter_refusal()
-    if not refusal:
-        return True
-    if config.guard_transport == "require":
-        raise SetupError(
-            f"The kernel refuses filters on TCP sockets ({os.strerror(refusal)}), which keep strangers from UCX. Give "
-            "the worker CAP_NET_ADMIN, or use --guard-transport auto, and let only workers reach its ports."
-        )
-    log.warning("transport_not_guarded", reason=os.strerror(refusal), remedy="let only workers reach UCX's ports")
-    return False
-
-
-def _local_sockets(config: WorkerConfig) -> SocketDirectory | None:
-    """The directory of local sockets; None: this worker uses none. Raises: SetupError for one that was chosen."""
-    if not config.uses_local_sockets:
-        return None
-    if config.local_sockets != "auto":
-        return SocketDirectory(Path(config.local_sockets))
-    try:
-        return SocketDirectory(Path(tempfile.gettempdir()) / f"pdserve-{os.geteuid()}", is_required=False)
-    except (SetupError, OSError) as error:
-        log.warning("local_sockets_unusable", reason=error)
-        return None
-
-
-@asynccontextmanager
-async def _opened_transport(
-    config: WorkerConfig, seals: Seals, tls: PeerTls | None, metrics: WorkerMetrics
-) -> AsyncIterator[Transport]:
-    bind_thread(config)
-    device = config.device if config.handover_memory == "device" else None
-    guarded = _keeps_strangers_out(config, seals, tls)
-    metrics.transport_guarded.set(guarded)
-    sockets, gpu = _local_sockets(config), local_gpu(config)
-    transport = open_transport(
-        config.transport, host=config.host, device=device, guarded=guarded, local_sockets=sockets, local_gpu=gpu
-    )
-    try:
-        # A machine that lacks what the transport needs fails now, not at the first request.
-        prepare = transport.prepare if isinstance(transport, LocalTransports) else transport.listen
-        await prepare()
-        yield transport
-    finally:
-        await transport.close()
 
 
 @asynccontextmanager

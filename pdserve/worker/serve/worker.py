@@ -34,12 +34,13 @@ from pdserve.worker.load.populate import KvUse
 from pdserve.worker.ranks.split import config_of_rank
 from pdserve.worker.serve.active_calls import ActiveCalls
 from pdserve.worker.serve.grammars import Grammars
-from pdserve.worker.serve.loaded_model import LoadedModel, warm_up
+from pdserve.worker.serve.loaded_model import LoadedModel
 from pdserve.worker.serve.loop_calls import LoopCalls
 from pdserve.worker.serve.metrics import WorkerMetrics
 from pdserve.worker.serve.stall_watch import is_hung
 from pdserve.worker.serve.step_metrics import StepMetrics
 from pdserve.worker.serve.transport_paths import TransportPaths
+from pdserve.worker.serve.warm_up import warm_up
 
 T = TypeVar("T")
 

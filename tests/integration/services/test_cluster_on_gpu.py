@@ -20,12 +20,10 @@ pytestmark = [
     pytest.mark.skipif(SIMULATED and not depth.IS_FULL, reason="takes a minute there"),
 ]
 
-#: Without a fork server, so that the workers' processes find the simulated GPU by their command lines.
 FLAGS = (
     "--device=cuda:0",
     "--prefill=1",
     "--decode=1",
-    "--no-fork-workers",
     "--max-num-batched-tokens=16",
     "--max-num-seqs=4",
     f"--kv-cache-memory={1 << 22}",
@@ -33,6 +31,13 @@ FLAGS = (
     "--gpu-memory-utilization=0.4",
     "--local-prefill-threshold=0",
 )
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache without measurements of earlier runs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "pdserve" / "activations"
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +64,11 @@ def answer(cluster: Cluster, model: str) -> str:
         return str(client.completions.create(model=name, prompt="hello", max_tokens=3, temperature=0).choices[0].text)
 
 
+def first_stack(pid: int) -> str:
+    """Address of the stack with which the program was executed: random, and inherited by a forked process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[25]
+
+
 def paths(cluster: Cluster) -> dict[str, int]:
     """Paths of the prefill worker's blocks, and the number of its peers on each."""
     [prefill] = cluster.workers("prefill")
@@ -73,7 +83,7 @@ def paths(cluster: Cluster) -> dict[str, int]:
     ],
 )
 def test_blocks_are_handed_over_within_the_host_also_behind_a_kill_of_either_worker(
-    tmp_path: Path, model: str, path: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: str, path: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path == "local_staged":
         monkeypatch.setenv("PDSERVE_TEST_GPU_OF_ITS_OWN", "1")
@@ -91,3 +101,9 @@ def test_blocks_are_handed_over_within_the_host_also_behind_a_kill_of_either_wor
             )
             assert answer(cluster, model) == expected
             cluster.until(lambda: paths(cluster) == {path: 1}, "the path is known again")
+        workers = [cluster.processes()[name].pid for name in ("decode-0", "prefill-0")]
+        assert len(set(map(first_stack, workers))) == 1, "they were not forked by the same process"
+        logs = "".join(path.read_text() for path in cluster.log_dir.glob("*-0.log"))
+    # Both tiers measure what their steps need, and the workers behind them take it over.
+    assert (logs.count("measured=now"), logs.count("measured=before")) == (2, 2)
+    assert len(list(cache.iterdir())) == 2

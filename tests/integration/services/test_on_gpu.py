@@ -33,6 +33,12 @@ if SIMULATED:
     ON_GPU["max_num_batched_tokens"] = 8
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache without measurements of earlier runs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads of 32 elements, as the kernels' matrix products need; on a real GPU, four of them for K and V."""

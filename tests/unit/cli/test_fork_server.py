@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from pdserve.cli.supervisor.backoff import BackoffPolicy
 from pdserve.cli.supervisor.fork_server import ForkServer
 from pdserve.cli.supervisor.spec import BecameReady, Died, ProcessSpec, Stopped
 from pdserve.cli.supervisor.supervisor import Supervisor, supervising
+from pdserve.cli.worker_forks import GPU_MODULES, WORKER_MODULES
 from tests.support.redis import eventually
 from tests.support.tiny_model import NAME, write_model
 from tests.unit.cli.test_supervisor import Recorder, is_gone, wait_gone
@@ -204,6 +206,34 @@ async def test_where_nothing_can_be_imported_services_are_executed(
         await supervisor.start(make("one", "until-sigterm"))
         assert forks.pid is None
     assert "No module named 'no_such_module'" in (tmp_path / "server.log").read_text()
+
+
+async def test_where_an_import_has_opened_a_gpu_services_are_executed(
+    events: Recorder, make: Callable[..., ProcessSpec], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A forked process could not use a GPU then. Fails where it is forked all the same."""
+    forks = server(tmp_path, "tests.unit.cli.opens_gpu")
+    async with forking(events, forks) as supervisor:
+        await supervisor.start(make("one", "until-sigterm"))
+        assert forks.pid is None
+    assert "an import, or a call, has opened /memfd:gpu (deleted)." in (tmp_path / "server.log").read_text()
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == ["fork_server_given_up"]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+async def test_what_workers_on_gpus_import_opens_no_gpu_and_starts_no_thread(
+    events: Recorder, make: Callable[..., ProcessSpec], tmp_path: Path
+) -> None:
+    """On a machine with a GPU. Elsewhere it shows that there are no threads, and that all can be imported."""
+    environment = {**os.environ, **thread_environment(1)}
+    modules = (*WORKER_MODULES, *GPU_MODULES)
+    forks = ForkServer((sys.executable,), modules, environment, tmp_path / "server.log")
+    forks.prepare([])
+    async with forking(events, forks) as supervisor:
+        await supervisor.start(make("one", "until-sigterm"))
+        assert forks.pid is not None, (tmp_path / "server.log").read_text()
+        assert len(os.listdir(f"/proc/{forks.pid}/task")) == 1
+        assert not [name for name in descriptors(forks.pid) if name.startswith("/dev/nvidia")]
 
 
 def test_a_killed_supervisor_takes_forked_processes_with_it(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.kv_scales import read_kv_scales, scales_digest
 from pdserve.model.loader import load_weights
 from pdserve.worker.config import FP8_KV, WorkerConfig
-from pdserve.worker.load import model_shard
+from pdserve.worker.load import load_plan
 from pdserve.worker.serve.loaded_model import load_model
 from tests.unit.model.tiny import save_model, with_scales
 
@@ -127,7 +127,7 @@ def test_the_layout_names_the_scales_and_the_dtype_of_computation(tmp_path: Path
 
 def test_workers_with_different_scales_refuse_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Even if the fingerprints of the two checkpoints were equal.
-    monkeypatch.setattr(model_shard, "fingerprint", lambda path: "same")
+    monkeypatch.setattr(load_plan, "fingerprint", lambda path: "same")
     one = layout_of(save_model(tmp_path / "plain"))
     other = layout_of(with_scales(tmp_path / "scaled", {"1.k_scale": torch.tensor(0.5)}))
     with pytest.raises(LayoutMismatch, match=r"model is 'same/float32/kv-scales-\w{16}' here and 'same/"):

@@ -240,9 +240,9 @@ def test_a_digest_is_kept_while_the_file_is_the_same(directory: Path, monkeypatc
 def test_the_digest_for_a_directory_that_cannot_be_written_is_kept_in_the_cache(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep = weight_digest._keep
+    keep = weight_digest.keep
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(weight_digest, "_keep", lambda path, content: path.parent != directory and keep(path, content))
+    monkeypatch.setattr(weight_digest, "keep", lambda path, content: path.parent != directory and keep(path, content))
     original = fingerprint(directory)
     assert not list(directory.glob(".*"))
     assert len(list((tmp_path / "cache" / "pdserve" / "digests").iterdir())) == 1

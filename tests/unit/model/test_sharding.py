@@ -139,15 +139,6 @@ def test_the_lm_head_of_a_tied_embedding_is_a_view(tmp_path: Path) -> None:
     assert weights.lm_head.untyped_storage().data_ptr() == weights.embedding.untyped_storage().data_ptr()
 
 
-def test_matrices_that_are_multiplied_together_can_be_adjacent() -> None:
-    config = config_of()
-    tensors, shards = random_tensors(config), tensor_shards(config, 1, 2)
-    for layer in assemble(config, lambda name: tensors[name][shards[name]], side_by_side=True, rank=1, size=2).layers:
-        assert layer.k.data_ptr() == layer.q.data_ptr() + layer.q.nbytes
-        assert layer.v.data_ptr() == layer.k.data_ptr() + layer.k.nbytes
-        assert layer.up.data_ptr() == layer.gate.data_ptr() + layer.gate.nbytes
-
-
 class CountingFile:
     """A safetensors file that counts the elements read of each tensor."""
 

@@ -4,5 +4,7 @@ from __future__ import annotations
 
 import sys
 
-if {"prefill_svc", "decode_svc", "benchmarks.gpu.handover"} & set(sys.orig_argv):
+_COMPUTE = {"prefill_svc", "decode_svc", "benchmarks.gpu.handover", "pdserve.cli.supervisor.forking"}
+
+if _COMPUTE & set(sys.orig_argv):
     import tests.support.devices  # noqa: F401

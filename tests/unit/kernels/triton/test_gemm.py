@@ -13,7 +13,7 @@ from tests.support.devices import DEVICE, gpu_only
 pytest.importorskip("triton")
 
 from kernels.triton.gemm import TALL_TILES, GemmTile, choose_tile, choose_tile_for_rows, linear
-from pdserve.worker.serve.loaded_model import warm_up_lengths
+from pdserve.worker.serve.warm_up import warm_up_lengths
 from tests.unit.kernels.combinations import combinations
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -14,7 +14,7 @@ from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.model.batch import Batch
 from pdserve.model.loader import load_decoder
-from pdserve.worker.load.memory_profile import LargestSteps, MemoryBefore, await_free_memory, profile_memory
+from pdserve.worker.load.memory_profile import Activations, LargestSteps, await_free_memory, measure_activations
 from tests.unit.model.tiny import save_model
 
 
@@ -82,15 +82,13 @@ def test_the_largest_steps_are_run_and_their_peak_is_taken(
     )
     steps = LargestSteps(num_tokens=num_tokens, num_logits=4, num_decoding=5, replayed=replayed)
     sampler = CountingSampler()
-    before = MemoryBefore(free=90_000, group=30)
-    profile = profile_memory(decoder, sampler, layout, memory, before=before, steps=steps)
+    measured = measure_activations(decoder, sampler, layout, memory, steps)
     # Prompts of at most the longest length; sequences padded as for graphs; and both.
     assert memory.rows == [num_tokens, 8, num_tokens + 5]
     assert tables == [(num_prompts, num_blocks), (8, 16), (num_prompts + 5, 4)]
     assert sampler.num_rows == [MAX_ROWS, 8, MAX_ROWS]
-    assert (profile.total, profile.free, profile.weights, profile.group) == (100_000, 90_000, 700, 30)
-    assert profile.activations == 10 * (num_tokens + 5)
-    assert profile.graphs == (10 * 8 + 8 * config.vocab_size * 4 if replayed else 0)
+    graphs = 10 * 8 + 8 * config.vocab_size * 4 if replayed else 0
+    assert measured == Activations(peak=10 * (num_tokens + 5), graphs=graphs)
 
 
 class FreedMemory(CountedMemory):

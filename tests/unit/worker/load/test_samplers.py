@@ -7,7 +7,7 @@ import torch
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.cpu_sampler import CpuSampler
 from pdserve.engine.sampler import Sampler
-from pdserve.worker.load.model_shard import open_sampler
+from pdserve.worker.load.samplers import open_sampler
 from tests.property.model.plans import Placement, compute, random_text
 from tests.property.model.test_late_members import FIELDS
 from tests.property.model.tiny_models import make_decoder
