@@ -84,6 +84,8 @@ class KernelChoice:
     mode: str = ""
     #: Whether deterministic Triton kernels take larger tiles for many rows.
     tall_tiles: bool = False
+    #: Whether they compute the MLP's activation with its products.
+    gated_products: bool = False
     #: Cores of other processes that it may borrow.
     borrow_cpus: tuple[int, ...] = ()
 
@@ -221,28 +223,22 @@ def _open_triton(
     from kernels.triton.decoder import TritonDecoder
     from kernels.triton.decoder import unsupported as unsupported_by_triton
     from kernels.triton.ops import TritonOps
-    from kernels.triton.tile_check import tall_tiles_agree
+    from kernels.triton.tile_check import gated_products_agree, tall_tiles_agree
 
     limit = unsupported_by_triton(shape)
     if limit:
         raise KernelsUnavailable(f"the Triton kernels cannot run: {limit}; --kernels reference can.")
     mode = "deterministic" if options.deterministic else "fast"
-    tall_tiles = (
-        options.deterministic
-        and device.type == "cuda"
-        and tall_tiles_agree(
-            # A rank has a slice of the vocabulary.
-            replace(shape, vocab_size=len(weights.lm_head)),
-            weights.norm.dtype,
-            device,
-            has_fp8_kv=options.kv_scales is not None,
-        )
-    )
-    ops = TritonOps(deterministic=options.deterministic, tall_tiles=tall_tiles)
+    # A rank has a slice of the vocabulary.
+    tried = (replace(shape, vocab_size=len(weights.lm_head)), weights.norm.dtype, device)
+    is_tried = options.deterministic and device.type == "cuda"
+    tall_tiles = is_tried and tall_tiles_agree(*tried, has_fp8_kv=options.kv_scales is not None)
+    gated_products = is_tried and gated_products_agree(*tried, tall_tiles=tall_tiles)
+    ops = TritonOps(deterministic=options.deterministic, tall_tiles=tall_tiles, gated_products=gated_products)
     kv_scales = _on_device(options.kv_scales, weights)
     return OpenedDecoder(
         kernel=TritonDecoder(ops, shape, weights, cos_sin, ranks, kv_scales=kv_scales),
-        choice=KernelChoice(backend=Backend.TRITON, mode=mode, tall_tiles=tall_tiles),
+        choice=KernelChoice(backend=Backend.TRITON, mode=mode, tall_tiles=tall_tiles, gated_products=gated_products),
     )
 
 

@@ -54,14 +54,20 @@ def _gated_kernel(gate, up, out, width, gate_row_stride, up_row_stride, gelu: tl
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width
-    x = tl.load(gate + row * gate_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(gate + row * gate_row_stride + columns, mask=inside, other=0.0)
+    factor = tl.load(up + row * up_row_stride + columns, mask=inside, other=0.0)
+    tl.store(out + row * width + columns, gated(x, factor, gelu), mask=inside)
+
+
+@triton.jit
+def gated(gate, up, gelu: tl.constexpr):
+    """act(gate) * up, of their dtype."""
+    x = gate.to(tl.float32)
     # Either activation is x * sigmoid(z): (1 + tanh(u)) / 2 is sigmoid(2 * u).
     z = x
     if gelu:
         z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
     # The exponential of a number that is not positive cannot overflow.
     small = tl.exp(-tl.abs(z))
-    activated = (x * tl.where(z < 0, small, 1.0) / (1.0 + small)).to(out.dtype.element_ty)
-    factor = tl.load(up + row * up_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    product = activated.to(tl.float32) * factor
-    tl.store(out + row * width + columns, product.to(out.dtype.element_ty), mask=inside)
+    activated = (x * tl.where(z < 0, small, 1.0) / (1.0 + small)).to(gate.dtype)
+    return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kernels.decoder import ALONE, DecoderShape, DecoderWeights, LayerListener, LayerWeights, Ranks
 from kernels.ops import KvRows
-from kernels.triton.activation import silu_mul_merged
 from kernels.triton.gather import gather_rows
 from kernels.triton.norm import MAX_WIDTH, add_rms_norm, rms_norm
 from kernels.triton.ops import TritonOps
@@ -145,7 +144,7 @@ class TritonDecoder:
                 attended, hidden = gather_rows(attended, logits_rows), gather_rows(hidden, logits_rows)
             projected = self._ranks.all_reduce(self._ops.linear(attended, layer.output, layer.output_bias))
             normed, hidden = add_rms_norm(projected, hidden, layer.post_attention_norm, eps, in_place=True)
-            gated = silu_mul_merged(self._ops.linear(normed, layer.gate_up, layer.gate_up_bias))
+            gated = self._ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
             next_norm = self._norm if is_last else self._layers[index + 1].input_norm
             down = self._ranks.all_reduce(self._ops.linear(gated, layer.down, layer.down_bias))
             normed, hidden = add_rms_norm(down, hidden, next_norm, eps, in_place=True)

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.activation import gated
+
 #: The interpreter multiplies bfloat16 as if its bits were integers. Products of float32 are exact as well.
 _WIDEN = bool(triton.knobs.runtime.interpret)
 
@@ -85,14 +87,30 @@ def linear(
     x: [num_rows, depth], rows at any stride; weight: [out_features, depth]; bias: [out_features]. `tile` replaces that
     of `choose_tile`; whether it gives the same bits depends on the GPU.
     """
+    return _launch(x, weight, bias, out_dtype or x.dtype, tile, is_gated=False)
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: GemmTile | None = None) -> Tensor:
+    """silu(x @ gate.T) * (x @ up.T) in one launch, rounded where `linear` and `silu_mul` round: [num_rows, width].
+
+    weight: [2 * width, depth], the rows of gate and then those of up; bias: [2 * width]. A program computes the same
+    columns of both, half a tile of each. Whether it gives the bits of the two launches depends on the GPU.
+    """
+    return _launch(x, weight, bias, x.dtype, tile, is_gated=True)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, tile: GemmTile | None, *, is_gated: bool
+) -> Tensor:
     _check(x, weight, bias)
     num_rows, depth = x.shape
-    out_features = weight.shape[0]
-    out = torch.empty((num_rows, out_features), dtype=out_dtype or x.dtype, device=x.device)
+    tile = tile or choose_tile(len(weight), x.dtype)
+    assert len(weight) % 2 == 0 or not is_gated
+    out_features, block_n = (len(weight) // 2, tile.block_n // 2) if is_gated else (len(weight), tile.block_n)
+    out = torch.empty((num_rows, out_features), dtype=out_dtype, device=x.device)
     if out.numel() == 0:
         return out
-    tile = tile or choose_tile(out_features, x.dtype)
-    grid = (triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_features, tile.block_n),)
+    grid = (triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_features, block_n),)
     _linear_kernel[grid](
         x,
         weight,
@@ -105,8 +123,9 @@ def linear(
         weight.stride(0),
         even_k=depth % tile.block_k == 0,
         widen=_WIDEN and x.dtype != torch.float32,
+        is_gated=is_gated,
         block_m=tile.block_m,
-        block_n=tile.block_n,
+        block_n=block_n,
         block_k=tile.block_k,
         group_m=tile.group_m,
         num_warps=tile.num_warps,
@@ -138,11 +157,13 @@ def _linear_kernel(
     weight_row_stride,
     even_k: tl.constexpr,
     widen: tl.constexpr,
+    is_gated: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     group_m: tl.constexpr,
 ):
+    """`is_gated`: rows from `out_features` on are those of up, whose products are the factors of the others."""
     program = tl.program_id(0)
     tiles_n = tl.cdiv(out_features, block_n)
     first_m = program // (group_m * tiles_n) * group_m
@@ -156,20 +177,42 @@ def _linear_kernel(
     x_tile = x + rows.to(tl.int64)[:, None] * x_row_stride + ks[None, :]
     weight_tile = weight + columns.to(tl.int64)[None, :] * weight_row_stride + ks[:, None]
     sums = tl.zeros((block_m, block_n), dtype=tl.float32)
+    if is_gated:
+        up_sums = tl.zeros((block_m, block_n), dtype=tl.float32)
+        to_up = tl.cast(out_features, tl.int64) * weight_row_stride
     for k in range(0, depth, block_k):
-        if even_k:
-            left = tl.load(x_tile, mask=row_inside[:, None], other=0.0)
-            right = tl.load(weight_tile, mask=column_inside[None, :], other=0.0)
-        else:
-            left = tl.load(x_tile, mask=row_inside[:, None] & (ks[None, :] < depth - k), other=0.0)
-            right = tl.load(weight_tile, mask=column_inside[None, :] & (ks[:, None] < depth - k), other=0.0)
+        x_mask = row_inside[:, None]
+        weight_mask = column_inside[None, :]
+        if not even_k:
+            x_mask = x_mask & (ks[None, :] < depth - k)
+            weight_mask = weight_mask & (ks[:, None] < depth - k)
+        left = tl.load(x_tile, mask=x_mask, other=0.0)
         if widen:
             left = left.to(tl.float32)
-            right = right.to(tl.float32)
-        sums = tl.dot(left, right, sums, input_precision="ieee")
+        sums = _add_product(sums, left, weight_tile, weight_mask, widen)
+        if is_gated:
+            up_sums = _add_product(up_sums, left, weight_tile + to_up, weight_mask, widen)
         x_tile += block_k
         weight_tile += block_k
+    result = _biased(sums, bias, columns, column_inside).to(out.dtype.element_ty)
+    if is_gated:
+        up_bias = None if bias is None else bias + out_features
+        up = _biased(up_sums, up_bias, columns, column_inside).to(out.dtype.element_ty)
+        result = gated(result, up, False)
+    out_tile = out + rows.to(tl.int64)[:, None] * out_features + columns[None, :]
+    tl.store(out_tile, result, mask=row_inside[:, None] & column_inside[None, :])
+
+
+@triton.jit
+def _add_product(sums, left, weight_tile, mask, widen: tl.constexpr):
+    right = tl.load(weight_tile, mask=mask, other=0.0)
+    if widen:
+        right = right.to(tl.float32)
+    return tl.dot(left, right, sums, input_precision="ieee")
+
+
+@triton.jit
+def _biased(sums, bias, columns, column_inside):
     if bias is not None:
         sums += tl.load(bias + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
-    out_tile = out + rows.to(tl.int64)[:, None] * out_features + columns[None, :]
-    tl.store(out_tile, sums.to(out.dtype.element_ty), mask=row_inside[:, None] & column_inside[None, :])
+    return sums

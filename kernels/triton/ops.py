@@ -16,13 +16,15 @@ class TritonOps:
     """Implements `kernels.ops.Ops`.
 
     `deterministic`: an output row's bits depend on its own inputs alone. Otherwise cuBLAS multiplies, whose order of
-    sums depends on the number of rows. `tall_tiles`: the deterministic kernels take larger tiles for many rows, on a
-    GPU where `kernels.triton.tile_check.tall_tiles_agree`.
+    sums depends on the number of rows. `tall_tiles` and `gated_products`: the deterministic kernels take larger tiles
+    for many rows, and compute the gated activation with its products, on a GPU where `kernels.triton.tile_check` has
+    found the same bits.
     """
 
-    def __init__(self, *, deterministic: bool, tall_tiles: bool = False) -> None:
+    def __init__(self, *, deterministic: bool, tall_tiles: bool = False, gated_products: bool = False) -> None:
         self.deterministic = deterministic
         self._tall_tiles = tall_tiles
+        self._gated_products = gated_products
 
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         return gather.gather_rows(weight, token_ids)
@@ -32,10 +34,19 @@ class TritonOps:
     ) -> Tensor:
         """x @ weight.T + bias, in `out_dtype`; None: x's dtype."""
         if self.deterministic:
-            tile = gemm.choose_tile_for_rows(len(x), len(weight), x.dtype) if self._tall_tiles else None
-            return gemm.linear(x, weight, bias, out_dtype=out_dtype, tile=tile)
+            return gemm.linear(x, weight, bias, out_dtype=out_dtype, tile=self._tile(x, weight))
         out = functional.linear(x, weight, bias)
         return out if out_dtype is None else out.to(out_dtype)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """silu(x @ gate.T) * (x @ up.T); `weight` and `bias` have the rows of gate, and then those of up."""
+        if self.deterministic and self._gated_products:
+            return gemm.gated_linear(x, weight, bias, tile=self._tile(x, weight))
+        return activation.silu_mul_merged(self.linear(x, weight, bias))
+
+    def _tile(self, x: Tensor, weight: Tensor) -> gemm.GemmTile | None:
+        """None: that of the matrix."""
+        return gemm.choose_tile_for_rows(len(x), len(weight), x.dtype) if self._tall_tiles else None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps)

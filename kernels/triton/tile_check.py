@@ -1,4 +1,4 @@
-"""Whether tiles of many rows compute the bits of small ones on this GPU: both are tried on random numbers.
+"""Whether faster kernels compute the bits of slower ones on this GPU: both are tried on random numbers.
 
 A sum has one order as long as the matrix instruction, its depth and the layout of a row over the threads stay, which is
 what the compiler makes of these tiles for Hopper. What a GPU does within one instruction is written nowhere.
@@ -16,9 +16,10 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.decoder import DecoderShape
 from kernels.ops import KvRows
+from kernels.triton.activation import silu_mul_merged
 from kernels.triton.attention import paged_attention
 from kernels.triton.attention_launch import AttentionSizes, choose_launches
-from kernels.triton.gemm import TALL_TILES, choose_tile, linear
+from kernels.triton.gemm import TALL_TILES, choose_tile, gated_linear, linear
 from kernels.triton.paged_step import PagedStep
 
 #: Rows and columns of a product, of which the last tile has few. Columns are a multiple of 16, as those of models: the
@@ -28,6 +29,24 @@ _NUM_ROWS, _NUM_COLUMNS = 130, 272
 #: so that splits are merged.
 _CHUNK, _CONTEXT = 130, 600
 _BLOCK_SIZE = 16
+
+
+@cache
+def gated_products_agree(shape: DecoderShape, dtype: torch.dtype, device: torch.device, *, tall_tiles: bool) -> bool:
+    """Whether the MLP's first products and its activation have the same bits in one launch as in two.
+
+    `tall_tiles`: also with these. False for float32, whose products are no matrix instructions.
+    """
+    if dtype == torch.float32:
+        return False
+    tiles = (choose_tile(2 * shape.intermediate_size, dtype), *(TALL_TILES if tall_tiles else ()))
+    x, weight = (_random((rows, shape.hidden_size), dtype, device) for rows in (_NUM_ROWS, 2 * _NUM_COLUMNS))
+    try:
+        return all(
+            silu_mul_merged(linear(x, weight, tile=tile)).equal(gated_linear(x, weight, tile=tile)) for tile in tiles
+        )
+    except OutOfResources:
+        return False
 
 
 @cache

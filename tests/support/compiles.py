@@ -4,8 +4,8 @@
 
 Triton's interpreter accepts code that its compiler refuses, and ignores registers and shared memory. Here every launch
 compiles its kernel for its arguments and computes nothing. Prints a line for each variant. The exit code is 1 when one
-does not compile or needs more shared memory than there is, or when tall tiles have other matrix instructions than small
-ones. With --few, each kernel has at least one variant.
+does not compile or needs more shared memory than there is, or when tall tiles or gated products have other matrix
+instructions than small tiles. With --few, each kernel has at least one variant.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def _forward(shape: DecoderShape, spans: Spans, *, deterministic: bool, is_qwen3
         norm = torch.ones(shape.head_dim, dtype=dtype)
         weights = replace(weights, layers=tuple(replace(layer, q_norm=norm, k_norm=norm) for layer in weights.layers))
         scales, kv_dtype = torch.ones(len(shape.windows), 2, shape.num_kv_heads), torch.float8_e4m3fn
-    decoder = TritonDecoder(TritonOps(deterministic=deterministic), shape, weights, angles, kv_scales=scales)
+    ops = TritonOps(deterministic=deterministic, gated_products=deterministic)
+    decoder = TritonDecoder(ops, shape, weights, angles, kv_scales=scales)
     size = (blocks_of(spans), len(shape.windows), 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
     cache = torch.zeros(size, dtype=torch.uint8 if is_qwen3_fp8 else dtype).view(kv_dtype)
     decoder.forward(torch.zeros_like(rows.positions), rows, rows.query_starts[1:] - 1, cache)
@@ -148,6 +149,9 @@ def _check_tall_tiles(compiler: Compiler) -> None:
         for tile in gemm.TALL_TILES:
             gemm.linear(x, weight, tile=tile)
             compiler.require_same_chain("tall product", flat, compiler.instructions, columns=False)
+        for tile in (None, *gemm.TALL_TILES):
+            gemm.gated_linear(x, weight, tile=tile)
+            compiler.require_same_chain("gated product", flat, compiler.instructions, columns=False)
     for head_dim in (64, 128):
         rows = kv_rows(_PROMPT)
         kv_cache = torch.zeros(blocks_of(_PROMPT), 1, 2, 8, BLOCK_SIZE, head_dim, dtype=torch.bfloat16)

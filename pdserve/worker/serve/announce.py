@@ -162,6 +162,7 @@ def describe(worker: Worker, addresses: WorkerAddresses) -> None:
         revision=revision_of(Path(config.model)),
         borrow_cpus=",".join(map(str, kernels.borrow_cpus)),
         tall_tiles=kernels.tall_tiles or None,
+        gated_products=kernels.gated_products or None,
         process_age_s=round(process_age_s(), 2),
         **identity,
         **chosen,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,12 @@ from tests.support.devices import DEVICE, SIMULATED, gpu_only
 
 pytest.importorskip("triton")
 
+import triton
+from triton.runtime.interpreter import GridExecutor
+
 from kernels.choice import Backend, KernelOptions
 from kernels.triton.decoder import joined
+from kernels.triton.ops import TritonOps
 from pdserve.model.decoder import Decoder
 from tests.golden.paged import PagedRunner
 from tests.property.model.plans import Placement, compute
@@ -102,6 +108,30 @@ def test_hidden_states_match_the_reference_whichever_rows_are_requested(dtype: t
         assert decoder.forward(replace(batch, logits_rows=wanted[:0]), runner.kv_cache).shape == (0, 40)
         found.append(every)
     torch.testing.assert_close(*found, atol=float(TOLERANCE[dtype] * found[1].abs().max()), rtol=0)
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="counts launches of the interpreter")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_gated_products_take_a_launch_less_in_each_layer_and_change_no_bit(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: Counter[bool] = Counter()
+    launch, found = GridExecutor.__call__, []
+    for has_gated_products in (False, True):
+
+        def counted(*args: Any, has_gated_products: bool = has_gated_products, **kwargs: Any) -> None:
+            launches[has_gated_products] += 1
+            launch(*args, **kwargs)
+
+        decoder, _ = decoders(family, torch.bfloat16)
+        kernel: Any = decoder._kernel
+        kernel._ops = TritonOps(deterministic=True, gated_products=has_gated_products)
+        runner = PagedRunner(decoder, num_blocks=4, block_size=4)
+        monkeypatch.setattr(GridExecutor, "__call__", counted)
+        found.append(runner.step([(runner.add_sequence(), [5, 6, 7])], last_only=False))
+        monkeypatch.setattr(GridExecutor, "__call__", launch)
+    assert torch.equal(*found)
+    assert launches[False] - launches[True] == decoder.config.num_layers
 
 
 def test_logits_come_in_the_requested_order_and_may_repeat() -> None:

@@ -12,7 +12,8 @@ from tests.support.devices import DEVICE, gpu_only
 
 pytest.importorskip("triton")
 
-from kernels.triton.gemm import TALL_TILES, GemmTile, choose_tile, choose_tile_for_rows, linear
+from kernels.triton.activation import silu_mul_merged
+from kernels.triton.gemm import TALL_TILES, GemmTile, choose_tile, choose_tile_for_rows, gated_linear, linear
 from pdserve.worker.serve.warm_up import warm_up_lengths
 from tests.unit.kernels.combinations import combinations
 
@@ -65,6 +66,18 @@ def test_float32_results_are_not_rounded(dtype: torch.dtype) -> None:
     out = linear(x, weight, out_dtype=torch.float32)
     assert out.dtype == torch.float32
     assert_is_product(out, x, weight)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"), combinations([(1, 1, 1, True), (3, 33, 130, True), (130, 70, 64, False)], DTYPES), ids=str
+)
+def test_a_gated_product_is_that_of_two_launches(size: tuple[int, int, int, bool], dtype: torch.dtype) -> None:
+    num_rows, width, depth, has_bias = size
+    x, weight = random(num_rows, depth, dtype=dtype), random(2 * width, depth, dtype=dtype)
+    bias = random(2 * width, dtype=dtype) if has_bias else None
+    for tile in (None, *TALL_TILES):
+        expected = silu_mul_merged(linear(x, weight, bias, tile=tile))
+        assert torch.equal(gated_linear(x, weight, bias, tile=tile), expected)
 
 
 @in_every_dtype

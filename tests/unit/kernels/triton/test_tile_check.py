@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 from kernels.decoder import DecoderShape
 from kernels.triton import attention_launch, tile_check
 from kernels.triton.attention_launch import AttentionLaunch, AttentionSizes
-from kernels.triton.gemm import TALL_TILES, GemmTile, linear
+from kernels.triton.gemm import TALL_TILES, GemmTile, choose_tile, gated_linear, linear
 
 SHAPE = DecoderShape(
     hidden_size=64,
@@ -35,6 +35,11 @@ SHAPE = DecoderShape(
 def agree(dtype: torch.dtype = torch.bfloat16, *, has_fp8_kv: bool = False) -> bool:
     """As `tall_tiles_agree`, without its cache."""
     return tile_check.tall_tiles_agree.__wrapped__(SHAPE, dtype, DEVICE, has_fp8_kv=has_fp8_kv)
+
+
+def gated_agree(dtype: torch.dtype = torch.bfloat16, *, tall_tiles: bool) -> bool:
+    """As `gated_products_agree`, without its cache."""
+    return tile_check.gated_products_agree.__wrapped__(SHAPE, dtype, DEVICE, tall_tiles=tall_tiles)
 
 
 @pytest.mark.parametrize("has_fp8_kv", [False, True])
@@ -63,6 +68,23 @@ def test_a_product_with_another_order_of_sums_is_found(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(tile_check, "linear", reversed_in_one_tile)
     assert not agree()
+
+
+@pytest.mark.parametrize("tall_tiles", [False, True])
+def test_gated_products_have_the_bits_of_two_launches_here(tall_tiles: bool) -> None:
+    assert gated_agree(tall_tiles=tall_tiles)
+    assert not gated_agree(torch.float32, tall_tiles=tall_tiles)
+
+
+@pytest.mark.parametrize("differing", [*TALL_TILES, choose_tile(2 * SHAPE.intermediate_size, torch.bfloat16)], ids=str)
+def test_a_gated_product_with_other_bits_is_found(monkeypatch: pytest.MonkeyPatch, differing: GemmTile) -> None:
+    def other_in_one_tile(x: Tensor, weight: Tensor, *, tile: GemmTile) -> Tensor:
+        out = gated_linear(x, weight, tile=tile)
+        return torch.nextafter(out, out + 1) if tile == differing else out
+
+    monkeypatch.setattr(tile_check, "gated_linear", other_in_one_tile)
+    assert not gated_agree(tall_tiles=True)
+    assert gated_agree(tall_tiles=False) == (differing in TALL_TILES)
 
 
 def other_keys(launch: AttentionLaunch, sizes: AttentionSizes) -> AttentionLaunch:
