@@ -88,7 +88,7 @@ def _some(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 def _measures(setting: Setting) -> Mapping[str, Callable[[], Finding]]:
     """The function that measures each row."""
-    from benchmarks.gpu import block_rows, model_rows, step_rows, transformers_peer
+    from benchmarks.gpu import at_once_rows, block_rows, model_rows, step_rows, transformers_peer
 
     sizes = setting.sizes
     return {
@@ -99,6 +99,9 @@ def _measures(setting: Setting) -> Mapping[str, Callable[[], Finding]]:
         "decode-64": partial(model_rows.decode_step, setting, sizes.batch),
         "prefill": partial(model_rows.prefill_step, setting),
         "transformers": partial(transformers_peer.throughput, setting),
+        "requests-16-at-once": partial(at_once_rows.at_once, setting, sizes.at_once[0]),
+        "requests-64-at-once": partial(at_once_rows.at_once, setting, sizes.at_once[1]),
+        "requests-256-at-once": partial(at_once_rows.at_once, setting, sizes.at_once[2]),
         "deterministic": partial(model_rows.deterministic_step, setting),
         "deterministic-prefill": partial(model_rows.deterministic_prefill, setting),
         "handover": partial(block_rows.handover, setting),

@@ -39,8 +39,11 @@ class Sizes:
     long_context: int
     step_context: int
     prefill_tokens: int
-    prompt_tokens: int
-    output_tokens: int
+    #: Requests at once, tokens of their prompts, and of their outputs.
+    peer_load: tuple[int, int, int]
+    #: Numbers of requests at once, tokens of their prompts, and of their outputs.
+    at_once: tuple[int, int, int]
+    request_tokens: tuple[int, int]
 
 
 FULL = Sizes(
@@ -54,8 +57,9 @@ FULL = Sizes(
     long_context=32_768,
     step_context=2048,
     prefill_tokens=8192,
-    prompt_tokens=1024,
-    output_tokens=256,
+    peer_load=(16, 512, 64),
+    at_once=(16, 64, 256),
+    request_tokens=(1024, 128),
 )
 #: Sizes for a check in an interpreter.
 TINY = Sizes(
@@ -78,8 +82,9 @@ TINY = Sizes(
     long_context=40,
     step_context=18,
     prefill_tokens=32,
-    prompt_tokens=17,
-    output_tokens=3,
+    peer_load=(2, 17, 3),
+    at_once=(1, 2, 3),
+    request_tokens=(17, 3),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import time
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,13 @@ from benchmarks.gpu.setting import DTYPE, Setting
 from kernels.bench.work import Work
 from kernels.decoder import DecoderShape, DecoderWeights
 
+#: Time for one run, beyond which it is given up.
+_LIMIT_S = 60.0
+
+
+class _TooSlow(Exception):
+    """A run was given up; the text says how far it was."""
+
 
 def throughput(setting: Setting) -> Finding:
     """Measures pdserve's kernels, then transformers; both warm, each run with its own prompts."""
@@ -26,6 +34,8 @@ def throughput(setting: Setting) -> Finding:
     model = build(setting.shape, setting.weights, setting.device)
     try:
         theirs_ms = _their_ms(setting, model, prompts)
+    except _TooSlow as error:
+        return NotMeasured(why=str(error))
     finally:
         model.destroy_cached_continuous_batching_manager()
     attention = model.config._attn_implementation
@@ -36,34 +46,50 @@ def throughput(setting: Setting) -> Finding:
 
 def _ours(setting: Setting, prompts: list[Tensor]) -> tuple[tuple[float, ...], Work]:
     """Times and work of the runs. The first is not counted. The memory is free again on return."""
-    sizes = setting.sizes
-    generation = Generation(setting, sizes.batch, sizes.prompt_tokens, sizes.output_tokens)
+    generation = Generation(setting, *setting.sizes.peer_load)
     samples_ms = [setting.clock.once_ms(partial(generation.run, ids)) for ids in prompts]
     return tuple(samples_ms[1:]), generation.work(setting)
 
 
 def _prompts(setting: Setting, seed: int) -> Tensor:
     """Prompts of one run; no two runs share a prefix."""
-    size = (setting.sizes.batch, setting.sizes.prompt_tokens)
+    size = setting.sizes.peer_load[:2]
     ids = torch.randint(0, setting.shape.vocab_size, size, generator=torch.Generator().manual_seed(seed))
     return ids.to(setting.device)
 
 
 def _their_ms(setting: Setting, model: Any, prompts: list[Tensor]) -> tuple[float, ...]:
-    """Times of transformers. Its manager, cache and graphs are kept between runs; the first is not counted."""
-    from transformers import GenerationConfig
+    """Times of transformers. Its manager, cache and graphs are kept between runs; the first is not counted.
 
-    tokens = setting.sizes.output_tokens
-    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    Raises `_TooSlow`.
+    """
+    tokens = setting.sizes.peer_load[2]
     samples = []
     for ids in prompts:
-        call = partial(model.generate_batch, ids.tolist(), config, progress_bar=False, persistent_manager=True)
-        ms, results = setting.clock.timed(call)
+        ms, results = setting.clock.timed(partial(_their_answers, model, ids, tokens))
         samples.append(ms)
-        lengths = {len(result.generated_tokens) for result in results.values()}
+        lengths = {len(result.generated_tokens) for result in results}
         if len(results) != len(ids) or lengths != {tokens}:
             raise RuntimeError(f"{len(results)} of {len(ids)} requests were answered, with {lengths} tokens")
     return tuple(samples[1:])
+
+
+def _their_answers(model: Any, prompts: Tensor, tokens: int) -> list[Any]:
+    """What `generate_batch` returns, which has no time limit. Raises `_TooSlow`."""
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    answers: list[Any] = []
+    ends_at = time.monotonic() + _LIMIT_S
+    with model.continuous_batching_context_manager(config, timeout=5, persistent_manager=True) as manager:
+        manager.add_requests(inputs=prompts.tolist(), max_new_tokens=tokens)
+        while len(answers) < len(prompts) and manager.is_running():
+            result = manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                answers.append(result)
+            elif time.monotonic() > ends_at:
+                raise _TooSlow(f"transformers answered {len(answers)} of {len(prompts)} in {_LIMIT_S:.0f} s")
+    return answers
 
 
 def build(shape: DecoderShape, weights: DecoderWeights, device: torch.device) -> Any:

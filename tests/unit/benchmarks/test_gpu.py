@@ -45,6 +45,7 @@ def _measured(*samples_ms: float, num_bytes: float = 0.0, flops: float = 0.0, ag
         (Figure.OF_MATMUL, _measured(9.0, 2.0, 1.0, num_bytes=4e9, flops=8e11), 0.5),
         (Figure.TFLOPS, _measured(2.0, flops=8e11), 400.0),
         (Figure.GB_PER_S, _measured(4.0, num_bytes=1e9), 250.0),
+        (Figure.TOKENS_PER_S, replace(_measured(2.0), num_tokens=7), 3500.0),
         (Figure.TIMES_FASTER, _measured(2.0, against=7.0), 3.5),
         (Figure.TIMES_SLOWER, _measured(3.0, against=2.0), 1.5),
         (Figure.IDLE, _measured(4.0, against=3.0), 0.25),
@@ -109,6 +110,7 @@ def test_every_row_is_measured_and_has_a_bound_or_is_monitored() -> None:
         "decode-attention-4k": 0.8,
         "decode-attention-32k": 0.8,
         "prefill-attention": 450.0,
+        "requests-64-at-once": 3300.0,
         "decode-1": 0.8,
         "decode-64": 0.75,
         "prefill": 0.6,
@@ -159,7 +161,7 @@ def test_sequences_share_no_block(is_scattered: bool) -> None:
 
 @torch.no_grad()
 def test_the_loop_and_the_peer_generate_the_same_tokens() -> None:
-    setting = Setting(REFERENCE, replace(TINY, prefill_tokens=20, output_tokens=5), CPU)
+    setting = Setting(REFERENCE, replace(TINY, prefill_tokens=20), CPU)
     prompts = torch.randint(0, TINY.shape.vocab_size, (3, 9), generator=torch.Generator().manual_seed(0))
     generation = Generation(setting, 3, 9, 5)
     generation.run(prompts.flip(0))
