@@ -84,14 +84,15 @@ def _load_on_cpu(plan: LoadPlan) -> tuple[Decoder, KvBudget]:
     weight_bytes = memory_of_weights(model, dtype=config.dtype, kernels=plan.options, ranks=plan.ranks)
     # Ranks on CPUs share one memory, so blocks with all heads have to fit.
     budget = plan.agree(plan_kv(plan.layout(config.max_model_len), plan.kv_request, weight_bytes=weight_bytes))
-    decoder = load_decoder(
-        config.model_dir,
-        dtype=config.dtype,
-        max_model_len=budget.max_model_len,
-        kernels=plan.options,
-        device=str(plan.device),
-        ranks=plan.ranks,
-    )
+    with timed(log, "weights_loaded"):
+        decoder = load_decoder(
+            config.model_dir,
+            dtype=config.dtype,
+            max_model_len=budget.max_model_len,
+            kernels=plan.options,
+            device=str(plan.device),
+            ranks=plan.ranks,
+        )
     return decoder, budget
 
 
