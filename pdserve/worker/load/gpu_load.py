@@ -84,7 +84,7 @@ def _profile(plan: LoadPlan, decoder: Decoder, free: int, group_bytes: int) -> M
         is_alone = plan.ranks.size == 1
         settings = _settings(plan, decoder, layout, steps)
         activations, is_kept = kept_activations(settings, measure) if is_alone else (measure(), False)
-        fields |= {**asdict(activations), "measured": "before" if is_kept else "now"}
+        fields.update(activations=activations.peak, graphs=activations.graphs, measured="before" if is_kept else "now")
     return MemoryProfile(free=free, activations=activations.peak, graphs=activations.graphs, **sizes)
 
 
