@@ -33,13 +33,14 @@ class Memory:
     peak = 0
 
     def __init__(self, num_bytes: int) -> None:
-        if Memory.allocated + num_bytes > Memory.total_bytes:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
+        with gpu().lock:
+            if Memory.allocated + num_bytes > Memory.total_bytes:
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
+            gpu().counts["allocations"] += 1
+            Memory.allocated += num_bytes
+            Memory.peak = max(Memory.peak, Memory.allocated)
         self.bytes = torch.full((num_bytes,), GARBAGE, dtype=torch.uint8)
         stream = gpu().stream
-        gpu().counts["allocations"] += 1
-        Memory.allocated += num_bytes
-        Memory.peak = max(Memory.peak, Memory.allocated)
         if stream.recording is not None:
             memory = self.bytes
             stream.overwrites.append(lambda: memory.fill_(GARBAGE))
@@ -48,7 +49,8 @@ class Memory:
 
 def _free(memory: torch.Tensor, stream: Stream, recording: list[Callable[[], None]] | None) -> None:
     """Overwrites memory on the stream of its allocation. Memory of a graph is reused only within the graph."""
-    Memory.allocated -= memory.nbytes
+    with gpu().lock:
+        Memory.allocated -= memory.nbytes
     overwrite = lambda: memory.fill_(GARBAGE)  # noqa: E731
     if recording is not None:
         if stream.recording is recording:
@@ -123,7 +125,7 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 def is_pinned(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, DeviceTensor) and any(
         start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= start + size
-        for start, size in _pinned.items()
+        for start, size in list(_pinned.items())  # Other threads pin meanwhile.
     )
 
 
