@@ -13,6 +13,8 @@ from pdserve.cli.up_config import UpConfig
 
 #: What workers import.
 WORKER_MODULES = ("worker_svc.service", "pdserve.worker.serve.process")
+#: What those on CPUs import besides. On a GPU, ucxx asks NVML, which opens it.
+CPU_MODULES = ("kvtransfer.transport.with_local",)
 #: What those on GPUs import besides, once they know that they have one: Triton, and the modules of its kernels.
 GPU_MODULES = (
     "kernels.triton.decoder",
@@ -27,11 +29,16 @@ def fork_server(config: UpConfig, run: RunEnvironment) -> ForkServer | None:
     """What forks the workers, so that they start without importing; None where they are executed."""
     if not config.fork_workers:
         return None
-    has_gpus = bool(gpu_shares(config, run.hardware.num_gpus))
+    others: tuple[str, ...] = ()
+    if gpu_shares(config, run.hardware.num_gpus):
+        others = GPU_MODULES
+    elif config.transport == "ucx":
+        others = CPU_MODULES
     return ForkServer(
         (sys.executable, *run.python_flags),
-        (*WORKER_MODULES, *(GPU_MODULES if has_gpus else ())),
-        {**run.variables, **thread_environment(1)},
+        (*WORKER_MODULES, *others),
+        # Read by libucx when it is loaded; workers that load it by themselves set it before.
+        {"UCX_MEMTYPE_CACHE": "n", **run.variables, **thread_environment(1)},
         run.log_dir / "fork-server.log",
     )
 

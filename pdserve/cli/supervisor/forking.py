@@ -51,7 +51,7 @@ class _Service:
 def main() -> None:
     """Forks until the supervisor closes its end. In the forked process, runs the service."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    supervisor = os.getppid()
+    supervisor, given = os.getppid(), set(os.environ)  # noqa: TID251
     with importing():
         for name in sys.argv[2].split(","):
             importlib.import_module(name)
@@ -65,7 +65,9 @@ def main() -> None:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control.send(b"ready")
-    service = _serve(control, supervisor)
+    # Libraries set variables when they are imported, for what they load later.
+    added = {name: value for name, value in os.environ.items() if name not in given}  # noqa: TID251
+    service = _serve(control, supervisor, added)
     if service is None:
         return
     control.close()
@@ -84,13 +86,14 @@ def _call(module: str, function: str, argument: str) -> None:
         traceback.print_exc()
 
 
-def _serve(control: socket.socket, supervisor: int) -> _Service | None:
-    """Returns None at the end, and what to run in each forked process."""
+def _serve(control: socket.socket, supervisor: int, added: dict[str, str]) -> _Service | None:
+    """Returns None at the end, and what to run in each forked process. `added`: to the environment of each."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
         if not data:
             return None
-        request = _Service(**json.loads(data))
+        service = json.loads(data)
+        request = _Service(argv=service["argv"], environment={**added, **service["environment"]})
         reading, writing = os.pipe()
         between = os.fork()
         if between == 0:

@@ -20,7 +20,7 @@ from pdserve.cli.supervisor.backoff import BackoffPolicy
 from pdserve.cli.supervisor.fork_server import ForkServer
 from pdserve.cli.supervisor.spec import BecameReady, Died, ProcessSpec, Stopped
 from pdserve.cli.supervisor.supervisor import Supervisor, supervising
-from pdserve.cli.worker_forks import GPU_MODULES, WORKER_MODULES
+from pdserve.cli.worker_forks import CPU_MODULES, GPU_MODULES, WORKER_MODULES
 from tests.support.redis import eventually
 from tests.support.tiny_model import NAME, write_model
 from tests.unit.cli.test_supervisor import Recorder, is_gone, wait_gone
@@ -220,13 +220,27 @@ async def test_where_an_import_has_opened_a_gpu_services_are_executed(
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == ["fork_server_given_up"]
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-async def test_what_workers_on_gpus_import_opens_no_gpu_and_starts_no_thread(
+async def test_variables_that_imports_have_set_stay_unless_the_service_has_its_own(
     events: Recorder, make: Callable[..., ProcessSpec], tmp_path: Path
 ) -> None:
-    """On a machine with a GPU. Elsewhere it shows that there are no threads, and that all can be imported."""
-    environment = {**os.environ, **thread_environment(1)}
-    modules = (*WORKER_MODULES, *GPU_MODULES)
+    """Fails where a library that read them when it was imported finds others later."""
+    async with forking(events, server(tmp_path, "tests.unit.cli.sets_variables")) as supervisor:
+        steps = ("variable=SET_BY_IMPORT", "variable=OF_BOTH", "until-sigterm")
+        await supervisor.start(spec := make("one", *steps, OF_BOTH="of the service"))
+    assert spec.log_path.read_text().splitlines()[1:] == ["by an import", "of the service"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "library"), [(GPU_MODULES, "triton"), (CPU_MODULES, "ucxx")], ids=["on GPUs", "on CPUs"]
+)
+async def test_what_workers_import_opens_no_gpu_and_starts_no_thread(
+    modules: tuple[str, ...], library: str, events: Recorder, make: Callable[..., ProcessSpec], tmp_path: Path
+) -> None:
+    """The first half on a machine with a GPU. Elsewhere it shows that all can be imported."""
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    environment = {"UCX_MEMTYPE_CACHE": "n", **os.environ, **thread_environment(1)}
+    modules = (*WORKER_MODULES, *modules)
     forks = ForkServer((sys.executable,), modules, environment, tmp_path / "server.log")
     forks.prepare([])
     async with forking(events, forks) as supervisor:
