@@ -15,6 +15,9 @@ from pdserve.cli.up_config import UpConfig
 WORKER_MODULES = ("worker_svc.service", "pdserve.worker.serve.process")
 #: What those on CPUs import besides. On a GPU, ucxx asks NVML, which opens it.
 CPU_MODULES = ("kvtransfer.transport.with_local",)
+#: Variables of these imports alone. The first is read by libucx when it is loaded; workers that load it by themselves
+#: set it before. With the second, at UCX's default, ucxx does not ask NVML on machines whose GPUs the cluster leaves.
+IMPORT_VARIABLES = {"UCX_MEMTYPE_CACHE": "n", "UCX_CUDA_COPY_MAX_REG_RATIO": "0.1"}
 #: What those on GPUs import besides, once they know that they have one: Triton, and the modules of its kernels.
 GPU_MODULES = (
     "kernels.triton.decoder",
@@ -37,8 +40,7 @@ def fork_server(config: UpConfig, run: RunEnvironment) -> ForkServer | None:
     return ForkServer(
         (sys.executable, *run.python_flags),
         (*WORKER_MODULES, *others),
-        # Read by libucx when it is loaded; workers that load it by themselves set it before.
-        {"UCX_MEMTYPE_CACHE": "n", **run.variables, **thread_environment(1)},
+        {**IMPORT_VARIABLES, **run.variables, **thread_environment(1)},
         run.log_dir / "fork-server.log",
     )
 

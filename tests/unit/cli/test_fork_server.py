@@ -20,7 +20,7 @@ from pdserve.cli.supervisor.backoff import BackoffPolicy
 from pdserve.cli.supervisor.fork_server import ForkServer
 from pdserve.cli.supervisor.spec import BecameReady, Died, ProcessSpec, Stopped
 from pdserve.cli.supervisor.supervisor import Supervisor, supervising
-from pdserve.cli.worker_forks import CPU_MODULES, GPU_MODULES, WORKER_MODULES
+from pdserve.cli.worker_forks import CPU_MODULES, GPU_MODULES, IMPORT_VARIABLES, WORKER_MODULES
 from tests.support.redis import eventually
 from tests.support.tiny_model import NAME, write_model
 from tests.unit.cli.test_supervisor import Recorder, is_gone, wait_gone
@@ -239,7 +239,7 @@ async def test_what_workers_import_opens_no_gpu_and_starts_no_thread(
     """The first half on a machine with a GPU. Elsewhere it shows that all can be imported."""
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
-    environment = {"UCX_MEMTYPE_CACHE": "n", **os.environ, **thread_environment(1)}
+    environment = {**IMPORT_VARIABLES, **os.environ, **thread_environment(1)}
     modules = (*WORKER_MODULES, *modules)
     forks = ForkServer((sys.executable,), modules, environment, tmp_path / "server.log")
     forks.prepare([])
@@ -248,6 +248,22 @@ async def test_what_workers_import_opens_no_gpu_and_starts_no_thread(
         assert forks.pid is not None, (tmp_path / "server.log").read_text()
         assert len(os.listdir(f"/proc/{forks.pid}/task")) == 1
         assert not [name for name in descriptors(forks.pid) if name.startswith("/dev/nvidia")]
+
+
+@pytest.mark.skipif(None in map(find_spec, ("ucxx", "pynvml")), reason="ucxx or pynvml is not installed")
+@pytest.mark.parametrize("is_in_fork_server", [True, False])
+def test_the_fork_server_of_workers_on_cpus_does_not_ask_for_gpus(is_in_fork_server: bool) -> None:
+    """Else it would open those of a machine whose cluster is on CPUs, and fork nothing. Elsewhere ucxx does ask."""
+    code = """
+import pynvml
+
+pynvml.nvmlInit = lambda: print("asked")
+import kvtransfer.transport.with_local
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    environment |= IMPORT_VARIABLES if is_in_fork_server else {"UCX_MEMTYPE_CACHE": "n"}
+    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert ("asked" in out.stdout) == (not is_in_fork_server), out.stderr
 
 
 def test_a_killed_supervisor_takes_forked_processes_with_it(tmp_path: Path) -> None:
