@@ -77,7 +77,7 @@ class Driver:
     def tensor_of(self, buffer: GpuBytes) -> DeviceTensor:
         """Mapped memory as a tensor of bytes on the device, which keeps the buffer."""
         address, num_bytes = buffer.address, buffer.nbytes
-        for start, memory in self.mapped.items():
+        for start, memory in self.mapped.copy().items():
             if start <= address and address + num_bytes <= start + len(memory):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # It may be memory to be read only.

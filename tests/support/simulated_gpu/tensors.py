@@ -125,7 +125,8 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 def is_pinned(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, DeviceTensor) and any(
         start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= start + size
-        for start, size in list(_pinned.items())  # Other threads pin meanwhile.
+        # A copy, because other threads pin, and finalizers unpin while it is read.
+        for start, size in _pinned.copy().items()
     )
 
 

@@ -1,5 +1,7 @@
 """A process that connects with UCX, sends a message and prints the path it takes; run by `test_paths`.
 
+It ends with its input: a message that was sent may still be on its way, and is lost with the connection.
+
 Arguments: the receiver's address and its end of the path, both in hexadecimal.
 """
 
@@ -32,11 +34,12 @@ async def send(address: bytes, other: DataEndpoint) -> None:
     await transport.post_send(peer, 1, np.full(MIB, PAYLOAD, np.uint8))
     path = path.with_protocol(transport.protocol(peer, device_memory=False))
     assert transport.protocol(peer, device_memory=True) == ""
+    # Libraries print to stdout too; the first word marks our line.
+    print("path", path.expected, path.actual, path.cause, "|", path.remedy, "|", path.protocol, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
     transport.disconnect(peer)
     assert transport.lanes(peer) == ()
     assert transport.protocol(peer, device_memory=False) == ""
-    # Libraries print to stdout too; the first word marks our line.
-    print("path", path.expected, path.actual, path.cause, "|", path.remedy, "|", path.protocol, flush=True)
     await transport.close()
 
 

@@ -49,13 +49,14 @@ async def path_from(*prefix: str) -> str:
     process = await asyncio.create_subprocess_exec(
         *(*prefix, sys.executable, "-m", _SENDER),
         *(address.hex(), endpoint_to_proto(own).SerializeToString().hex()),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
     try:
         async with asyncio.timeout(DEADLINE_S):
             await receive
             assert (receive.buffer == PAYLOAD).all()
-            output, _ = await process.communicate()
+            output, _ = await process.communicate(b"")  # Ends the input, and with it the process.
         assert process.returncode == 0
         [line] = [line for line in output.decode().splitlines() if line.startswith("path ")]
         return line.removeprefix("path ")
