@@ -191,7 +191,7 @@ class _Buffer:
         """Reads a piece, and launches its copy on the current stream."""
         self._copied.synchronize()
         source = self._fill(piece)
-        if source.dtype != piece.into.dtype:  # Converted on the device, where that takes no time.
+        if source.dtype != piece.into.dtype:  # Converted on the device.
             source = source.to(piece.into.device, non_blocking=True)
         piece.into.copy_(source, non_blocking=True)
         self._copied.record()
