@@ -18,8 +18,11 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.api_key import bearer
+from pdserve.cli.router_client import get_model
+from pdserve.cli.status import ClusterStatus
 from tests.deploy.manifests import Object
 from tests.deploy.pods import Answer, Node, Pod, ask, container_of
+from tests.support.redis import eventually
 
 pytestmark = [
     pytest.mark.deploy,
@@ -140,6 +143,13 @@ async def test_what_the_base_starts_wants_a_key_and_answers_operators_and_promet
         router, prefill, decode = (node.start("base", tier) for tier in ("router", "prefill", "decode"))
         await asyncio.to_thread(node.wait_until_ready)
         api, admin = (f"http://{router.address}:{port}" for port in (8000, 9000))
+
+        async def are_known() -> bool:
+            cluster = await asyncio.to_thread(get_model, admin, "/v1/cluster", ClusterStatus, node.api_key)
+            return {each.worker_id for each in cluster.workers if each.ready} == {prefill.name, decode.name}
+
+        # Probes ask each pod alone; the router hears of a worker a little later.
+        await eventually(are_known, timeout_s=60)
         metrics = (node.secrets / "metrics-key").read_text()
         expected = {
             (f"{api}/v1/models", None): 401,
