@@ -210,6 +210,7 @@ async def test_a_release_with_another_kv_layout_takes_over_without_losing_an_ans
             pod.process.send_signal(signal.SIGTERM)
         await crowd.grow(4)
         await terminated(*old)
+        await crowd.grow(1)
         answers = await crowd.answers()
         pairs = [pair for each in answers for pair in pairs_of(each)]
         assert {(prefill == decode) for prefill, decode in pairs} == {True}, pairs
