@@ -44,6 +44,18 @@ async def node_with_the_model(directory: Path) -> AsyncIterator[Node]:
         yield node
 
 
+async def all_ready(node: Node, router: Pod, *workers: Pod) -> None:
+    """Returns once the probes of all pods succeed and the router, which hears of workers later, has these."""
+    await asyncio.to_thread(node.wait_until_ready)
+    admin, names = f"http://{router.address}:9000", {pod.name for pod in workers}
+
+    async def are_known() -> bool:
+        cluster = await asyncio.to_thread(get_model, admin, "/v1/cluster", ClusterStatus, node.api_key)
+        return names <= {worker.worker_id for worker in cluster.workers if worker.ready}
+
+    await eventually(are_known)
+
+
 async def run_in(node: Node, container: Object, words: list[str]) -> subprocess.CompletedProcess[str]:
     """Runs a command with the variables of a container, as the kubelet and `kubectl exec` do."""
     environment = os.environ | node.variables(container)
@@ -116,7 +128,7 @@ async def test_the_base_serves_and_loses_no_answer_when_pods_of_both_tiers_end(t
     async with node_with_the_model(tmp_path) as node:
         router, prefill = node.start("base", "router"), node.start("base", "prefill")
         decode = [node.start("base", "decode", number) for number in range(2)]
-        await asyncio.to_thread(node.wait_until_ready)
+        await all_ready(node, router, prefill, *decode)
         smoke_test = container_of("base", "smoke-test")
         words = [word.replace("pdserve-router", router.address) for word in node.command("base", smoke_test)]
         answer = await run_in(node, smoke_test, words)
@@ -141,15 +153,8 @@ async def test_the_base_serves_and_loses_no_answer_when_pods_of_both_tiers_end(t
 async def test_what_the_base_starts_wants_a_key_and_answers_operators_and_prometheus(tmp_path: Path) -> None:
     async with node_with_the_model(tmp_path) as node:
         router, prefill, decode = (node.start("base", tier) for tier in ("router", "prefill", "decode"))
-        await asyncio.to_thread(node.wait_until_ready)
+        await all_ready(node, router, prefill, decode)
         api, admin = (f"http://{router.address}:{port}" for port in (8000, 9000))
-
-        async def are_known() -> bool:
-            cluster = await asyncio.to_thread(get_model, admin, "/v1/cluster", ClusterStatus, node.api_key)
-            return {each.worker_id for each in cluster.workers if each.ready} == {prefill.name, decode.name}
-
-        # Probes ask each pod alone; the router hears of a worker a little later.
-        await eventually(are_known, timeout_s=60)
         metrics = (node.secrets / "metrics-key").read_text()
         expected = {
             (f"{api}/v1/models", None): 401,
@@ -200,11 +205,11 @@ async def test_a_release_with_another_kv_layout_takes_over_without_losing_an_ans
         (node.models / "smollm2-135m-instruct-next").symlink_to(node.models / "smollm2-135m-instruct")
         router = node.start("base", "router")
         old = [node.start("base", tier) for tier in ("prefill", "decode")]
-        await asyncio.to_thread(node.wait_until_ready)
+        await all_ready(node, router, *old)
         crowd = Crowd(router)
         new = [node.start("next-release", tier, block_size="32") for tier in ("prefill", "decode")]
         await crowd.grow(4)
-        await asyncio.to_thread(node.wait_until_ready)
+        await all_ready(node, router, *old, *new)
         await crowd.grow(8)
         for pod in old:
             pod.process.send_signal(signal.SIGTERM)
